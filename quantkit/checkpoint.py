@@ -1,0 +1,256 @@
+"""A quantized checkpoint on disk: what its tensors mean, and whether they can be trusted.
+
+The container is compressed-tensors `float-quantized` in safetensors. Reading never guesses: a
+tensor in FP8 without its scale, a declared KV cache without scales, or a scale that is not finite
+and positive is an error that names the tensor.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CheckpointError
+from quantkit.numerics import Tile, dequantize, expand_scale
+from quantkit.scheme import QuantSpec, Scheme
+from quantkit.shards import INDEX_NAME, ShardReader, read_json
+
+KV_SCALE_NAMES = {
+    "k_scale": ("k_scale", "k_proj.k_scale", "k_proj.output_scale"),
+    "v_scale": ("v_scale", "v_proj.v_scale", "v_proj.output_scale"),
+}
+"""Where each KV scale may be found below an attention module; ours comes first."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """One linear layer as stored.
+
+    Shapes: codes [N, K]; scale as `spec.scale_shape` says, float32; bias [N] or None;
+    input_scale float32 [1] or None (None unless the inputs are quantized statically).
+    """
+
+    codes: Tensor
+    scale: Tensor
+    spec: QuantSpec
+    bias: Tensor | None = None
+    input_scale: Tensor | None = None
+
+    @property
+    def tile(self) -> Tile:
+        """Rows and columns of the codes that share one scale."""
+        return self.spec.tile(*self.codes.shape)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the weight [N, K] as `codes * scale`, computed in float32, rounded to dtype."""
+        return dequantize(self.codes, self.spec.grid(self.scale), self.spec.fmt, self.tile, dtype)
+
+    def row_scales(self) -> tuple[Tensor, int]:
+        """Return scales per output row and column group, and the group's size.
+
+        Every granularity has this one form, so a kernel needs no other, and fused layers can be
+        stacked by rows: float32 [N, ceil(K / group_size)]; tensor and channel have group_size K.
+        """
+        rows, columns = self.codes.shape
+        grid = expand_scale(self.spec.grid(self.scale), (rows, self.scale.shape[-1]), self.tile)
+        grid = grid.expand(rows, grid.shape[1]).contiguous()
+        return grid, columns if grid.shape[1] == 1 else self.tile[1]
+
+
+class Checkpoint:
+    """An open checkpoint: config, scheme, and tensors by name, memory-mapped until used."""
+
+    def __init__(self, path: Path, kv: bool = True) -> None:
+        self.path = path
+        self.config = read_json(path / "config.json")
+        block = self.config.get("quantization_config")
+        if not isinstance(block, dict):
+            raise CheckpointError(
+                f"{path / 'config.json'} has no quantization_config; quantize the model first with "
+                "'quantkit calibrate'"
+            )
+        self.scheme = Scheme.from_config(block)
+        self._shards = ShardReader(path)
+        self._check_no_strays()
+        self.quantized = self._quantized_modules()
+        for module in self.quantized:
+            self._check_module(module)
+        self._kv_names = self._find_kv_scales() if kv and self.scheme.kv else {}
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return self._shards.names
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._shards
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor as stored, memory-mapped."""
+        return self._shards.tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape without reading it."""
+        return self._shards.shape(name)
+
+    def weight(self, module: str) -> QuantizedWeight:
+        """Return the quantized linear layer `module` (a name from `quantized`)."""
+        bias, input_scale = f"{module}.bias", f"{module}.input_scale"
+        return QuantizedWeight(
+            codes=self.tensor(f"{module}.weight"),
+            scale=self.tensor(f"{module}.weight_scale").float(),
+            spec=self.scheme.weights,
+            bias=self.tensor(bias) if bias in self else None,
+            input_scale=self.tensor(input_scale).float().reshape(1)
+            if input_scale in self
+            else None,
+        )
+
+    def kv_scales(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return (k_scale, v_scale) of a decoder layer: float32, [1] or [num_kv_heads].
+
+        Raises CheckpointError when the checkpoint declares no FP8 KV cache.
+        """
+        if layer not in self._kv_names:
+            raise CheckpointError(
+                f"{self.path} has no KV cache scales for layer {layer}; calibrate with --kv fp8"
+            )
+        key, value = self._kv_names[layer]
+        return self.tensor(key).float().reshape(-1), self.tensor(value).float().reshape(-1)
+
+    def _check_no_strays(self) -> None:
+        used = set(self._shards.files)
+        for file in sorted(self.path.glob("model*.safetensors")):
+            if file.name not in used:
+                raise CheckpointError(
+                    f"{file} belongs to no index; remove it, or restore {INDEX_NAME}"
+                )
+
+    def _quantized_modules(self) -> list[str]:
+        modules = []
+        for name in self.names:
+            if not self._shards.dtype(name).startswith("F8_"):
+                continue
+            module, _, leaf = name.rpartition(".")
+            if leaf != "weight" or f"{module}.weight_scale" not in self:
+                raise CheckpointError(
+                    f"{self.path / self._shards.file_of(name)} has {name} in FP8 without "
+                    f"{module}.weight_scale; run 'quantkit calibrate' again"
+                )
+            modules.append(module)
+        if not modules:
+            raise CheckpointError(f"{self.path} declares quantization but has no FP8 weight")
+        return modules
+
+    def _check_module(self, module: str) -> None:
+        name = f"{module}.weight"
+        if self._shards.dtype(name) != "F8_E4M3":
+            raise CheckpointError(f"{name} is {self._shards.dtype(name)}, expected F8_E4M3")
+        shape = self.shape(name)
+        if len(shape) != 2:
+            raise CheckpointError(f"{name} has shape {list(shape)}, expected two dimensions")
+        self._check_scale(f"{module}.weight_scale", self.scheme.weights.scale_shape(*shape))
+        if self.scheme.inputs is not None and not self.scheme.inputs.dynamic:
+            self._check_scale(f"{module}.input_scale", (1,))
+
+    def _check_scale(self, name: str, expected: tuple[int, ...]) -> None:
+        if name not in self:
+            raise CheckpointError(f"{self.path} has no {name}; run 'quantkit calibrate' again")
+        shape = self.shape(name)
+        if shape != expected and not (shape == () and expected == (1,)):
+            raise CheckpointError(f"{name} has shape {list(shape)}, expected {list(expected)}")
+        check_scale(name, self.tensor(name))
+
+    def _find_kv_scales(self) -> dict[int, tuple[str, str]]:
+        found: dict[int, tuple[str, str]] = {}
+        bases = {
+            name.removesuffix(f".{alias}")
+            for aliases in KV_SCALE_NAMES.values()
+            for alias in aliases
+            for name in self.names
+            if name.endswith(f".{alias}")
+        }
+        # "layers.0.self_attn.k_proj" also ends an alias; only what precedes k_proj is a base.
+        for base in sorted(b for b in bases if not b.endswith(("k_proj", "v_proj"))):
+            number = re.search(r"\.(\d+)\.", base)
+            if number is None:
+                continue
+            names = [self._kv_name(base, kind) for kind in ("k_scale", "v_scale")]
+            found[int(number.group(1))] = (names[0], names[1])
+        for layer in cached_layers(self.config):
+            if layer not in found:
+                raise CheckpointError(
+                    f"{self.path} declares an FP8 KV cache but has no k_scale and v_scale for "
+                    f"layer {layer}; calibrate again, or load with kv='none'"
+                )
+        return found
+
+    def _kv_name(self, base: str, kind: str) -> str:
+        for alias in KV_SCALE_NAMES[kind]:
+            name = f"{base}.{alias}"
+            if name in self:
+                check_scale(name, self.tensor(name))
+                return name
+        raise CheckpointError(f"{self.path} has no {base}.{kind}; run 'quantkit calibrate' again")
+
+
+def check_scale(name: str, scale: Tensor) -> None:
+    """Raise CheckpointError unless every element is finite and > 0, naming the tensor."""
+    value = scale.float()
+    bad = ~(value.isfinite() & (value > 0))
+    if bad.any():
+        first = value[bad].flatten()[0].item()
+        raise CheckpointError(
+            f"{name} has {int(bad.sum())} of {value.numel()} scales that are not finite and > 0 "
+            f"(first: {first}); run 'quantkit calibrate' again"
+        )
+
+
+def cached_layers(config: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of the decoder layers that keep keys and values.
+
+    Hybrid models name the kind of each layer in `layer_types`; convolution and linear-attention
+    layers have a state, not a KV cache.
+    """
+    text = config.get("text_config") or config
+    kinds = text.get("layer_types")
+    if kinds:
+        attention = {"full_attention", "sliding_attention", "chunked_attention"}
+        return [number for number, kind in enumerate(kinds) if kind in attention]
+    count = text.get("num_hidden_layers") or text.get("n_layer") or text.get("num_layers") or 0
+    return list(range(int(count)))
+
+
+def open_checkpoint(path: str | Path, kv: bool = True) -> Checkpoint:
+    """Open a quantized checkpoint folder.
+
+    `kv=False` leaves the KV scales unread and unchecked, for use with an unquantized cache. Raises
+    CheckpointError with the file or tensor at fault.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; expected a checkpoint from 'calibrate'")
+    return Checkpoint(folder, kv)
+
+
+def read_checkpoint(path: str | Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Return {name: tensor} with every FP8 weight dequantized to `dtype` and no scales.
+
+    Tensors that were not quantized come as stored. For anyone who wants plain weights.
+    """
+    checkpoint = open_checkpoint(path, kv=False)
+    quantized = {f"{module}.weight": module for module in checkpoint.quantized}
+    scales = re.compile(r"\.(weight_scale|input_scale|[kqv]_scale|output_scale)$")
+    plain: dict[str, Tensor] = {}
+    for name in checkpoint.names:
+        if name in quantized:
+            plain[name] = checkpoint.weight(quantized[name]).dequantize(dtype)
+        elif not scales.search(name):
+            plain[name] = checkpoint.tensor(name)
+    return plain
