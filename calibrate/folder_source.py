@@ -1,0 +1,173 @@
+"""A Hugging Face folder as a model source: safetensors, or pickles read as weights only."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quantkit.calibrate.source import check_finite, refuse_quantized, refuse_quantized_tensors
+from quantkit.errors import SourceError
+from quantkit.shards import INDEX_NAME, SINGLE_NAME, ShardReader, read_json
+
+logger = logging.getLogger("quantkit")
+
+BIN_NAME = "pytorch_model.bin"
+WEIGHT_PATTERNS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model*.bin.index.json",
+    "consolidated*.pth",
+    "*.gguf",
+    "*.onnx*",
+    "tf_model*.h5*",
+    "flax_model*.msgpack*",
+)
+"""Weights in any form; every other file of the source is carried over."""
+
+
+class _Tensors(Protocol):
+    @property
+    def names(self) -> list[str]: ...
+
+    def tensor(self, name: str) -> Tensor: ...
+
+
+class BinReader:
+    """Tensors of `pytorch_model*.bin` files, memory-mapped. Never runs code from the pickle."""
+
+    def __init__(self, folder: Path) -> None:
+        index = folder / f"{BIN_NAME}.index.json"
+        files = [BIN_NAME]
+        if index.is_file():
+            files = sorted(set(read_json(index).get("weight_map", {}).values()))
+        self._tensors: dict[str, Tensor] = {}
+        for file in files:
+            self._tensors.update(self._load(folder / file))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return sorted(self._tensors)
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor."""
+        return self._tensors[name]
+
+    @staticmethod
+    def _load(path: Path) -> dict[str, Tensor]:
+        if not path.is_file():
+            raise SourceError(f"{path} is missing; download the folder again")
+        try:
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise SourceError(
+                f"{path} cannot be read as plain weights ({reason}); nothing in it was run. "
+                "Convert it to safetensors with a tool you trust"
+            ) from None
+        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+class FolderSource:
+    """A local folder in Hugging Face layout. Raises SourceError on opening if it is unusable."""
+
+    def __init__(self, path: Path, name: str, trust_remote_code: bool = False) -> None:
+        self.path = path
+        self.name = name
+        self.trust_remote_code = trust_remote_code
+        self.config_dict = read_json(path / "config.json")
+        refuse_quantized(path / "config.json", self.config_dict)
+        self._tensors = self._open_tensors()
+        refuse_quantized_tensors(path, ((name, self.dtype(name)) for name in self.names))
+
+    def _open_tensors(self) -> _Tensors:
+        has_bin = any(self.path.glob("pytorch_model*.bin"))
+        if (self.path / INDEX_NAME).is_file() or (self.path / SINGLE_NAME).is_file():
+            if has_bin:
+                logger.info("%s has .safetensors and .bin files; using .safetensors", self.path)
+            return ShardReader(self.path)
+        if has_bin:
+            return BinReader(self.path)
+        raise SourceError(
+            f"{self.path} has no {SINGLE_NAME}, {INDEX_NAME} or {BIN_NAME}; expected the weights "
+            "of a Hugging Face model"
+        )
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return self._tensors.names
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one tensor as stored."""
+        return self._tensors.tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape."""
+        return tuple(self._tensors.tensor(name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return a tensor's stored dtype."""
+        return self._tensors.tensor(name).dtype
+
+    def config(self) -> Any:
+        """Return the transformers config."""
+        from transformers import AutoConfig
+
+        try:
+            return AutoConfig.from_pretrained(
+                self.path, trust_remote_code=self.trust_remote_code, local_files_only=True
+            )
+        except (ValueError, KeyError, OSError, ImportError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise SourceError(f"{self.path / 'config.json'} cannot be used: {reason}") from error
+
+    def tokenizer(self) -> Any:
+        """Return the tokenizer of the folder."""
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(
+                self.path, trust_remote_code=self.trust_remote_code, local_files_only=True
+            )
+        except (ValueError, KeyError, OSError, ImportError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise SourceError(f"{self.path} has no usable tokenizer: {reason}") from error
+
+    def write_side_files(self, folder: Path) -> None:
+        """Copy every file that is neither config.json nor weights, byte for byte."""
+        for file in sorted(self.path.rglob("*")):
+            relative = file.relative_to(self.path)
+            hidden = any(part.startswith(".") for part in relative.parts)
+            if hidden or not file.is_file() or relative == Path("config.json"):
+                continue
+            if any(file.match(pattern) for pattern in WEIGHT_PATTERNS):
+                continue
+            target = folder / relative
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+
+    def load_model(self, dtype: torch.dtype) -> Any:
+        """Load the whole model through transformers."""
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(
+            self.path,
+            dtype=dtype,
+            trust_remote_code=self.trust_remote_code,
+            local_files_only=True,
+        )
+
+    def scan(self, advance: Callable[[], None]) -> None:
+        """Raise SourceError if any tensor is not finite."""
+        for name in self.names:
+            check_finite(name, self.tensor(name))
+            advance()

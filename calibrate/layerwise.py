@@ -1,0 +1,186 @@
+"""Run a model one decoder layer at a time, without tracing it.
+
+Every layer is replaced once by a recorder while the model's own forward runs on each batch. That
+yields the hidden states that enter the first layer and the arguments that the model gives to each
+layer (masks, position embeddings), whatever the architecture. From then on only layers run.
+
+Batches hold sequences of equal length, so there is no padding, no mask to interpret, and what a
+layer computes for a sequence does not depend on its neighbours.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.calibrate.kv_scales import KvObserver, observing_cache
+from quantkit.calibrate.skeleton import Skeleton
+from quantkit.errors import UnsupportedError
+
+
+@dataclass(slots=True)
+class Call:
+    """The arguments of one layer call, with the hidden states taken out."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Batch:
+    """One batch on its way through the layers.
+
+    hidden: [sequences, tokens, hidden_size], the input of the next layer. calls: one a layer.
+    """
+
+    hidden: Tensor
+    cache: Any
+    calls: list[Call] = field(default_factory=list)
+
+
+class _EndOfLayersError(Exception):
+    """Raised by the last recorder: the rest of the model need not run."""
+
+
+class _Recorder(nn.Module):
+    """Stands in for a decoder layer: records the call, passes the hidden states on."""
+
+    def __init__(self, layer: nn.Module, log: list[Call], is_last: bool) -> None:
+        super().__init__()
+        self._log = log
+        self._is_last = is_last
+        self._output_size: int | None = None
+        object.__setattr__(self, "_layer", layer)  # not a submodule: its weights stay put
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # Models read attributes of their layers (the attention type) to choose a mask.
+            return getattr(object.__getattribute__(self, "_layer"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden, args, kwargs = _take_hidden(args, kwargs)
+        self._log.append(Call(args, kwargs))
+        if self._is_last:
+            raise _EndOfLayersError(hidden)
+        return (
+            hidden if self._output_size is None else (hidden,) + (None,) * (self._output_size - 1)
+        )
+
+
+class LayerwiseModel:
+    """Batches of token ids, moved through the decoder layers of a skeleton one layer at a time."""
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self.skeleton = skeleton
+        parameters = inspect.signature(skeleton.decoder.forward).parameters
+        # transformers is renaming the argument.
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self._shared: dict[tuple[Any, ...], list[Tensor]] = {}
+
+    @torch.no_grad()
+    def prepare(self, batches: Sequence[Tensor]) -> list[Batch]:
+        """Return the batches at the door of layer 0.
+
+        Shapes: each batch [sequences, tokens] int64. Loads the embeddings for it and frees them.
+        """
+        skeleton = self.skeleton
+        skeleton.load("")
+        skeleton.load(skeleton.layer_names[0])
+        output_size = self._output_size(batches[0])
+        prepared = [self._record(ids, output_size) for ids in batches]
+        skeleton.unload("")
+        return prepared
+
+    @torch.no_grad()
+    def run(
+        self, number: int, batches: Sequence[Batch], observer: KvObserver | None = None
+    ) -> Iterator[tuple[Batch, Tensor]]:
+        """Run layer `number` on each batch, yielding (batch, output hidden states)."""
+        layer = self.skeleton.layers[number]
+        for batch in batches:
+            batch.cache.observer = observer
+            call = batch.calls[number]
+            output = layer(batch.hidden, *call.args, **call.kwargs)
+            batch.cache.observer = None
+            yield batch, output if isinstance(output, Tensor) else output[0]
+
+    def _output_size(self, ids: Tensor) -> int | None:
+        """Tell what layers return: None for a bare tensor, else the length of the tuple."""
+        first = self._record(ids[:1, :2], None, stop_at_first=True)
+        call = first.calls[0]
+        output = self.skeleton.layers[0](first.hidden, *call.args, **call.kwargs)
+        return None if isinstance(output, Tensor) else len(output)
+
+    def _record(self, ids: Tensor, output_size: int | None, stop_at_first: bool = False) -> Batch:
+        """Run the model's forward with recorders for layers."""
+        layers, log = self.skeleton.layers, list[Call]()
+        originals = list(layers)
+        cache = observing_cache(self.skeleton.model.config)
+        for number, layer in enumerate(originals):
+            recorder = _Recorder(layer, log, stop_at_first or number == len(originals) - 1)
+            recorder._output_size = output_size
+            layers[number] = recorder
+        try:
+            self.skeleton.decoder(
+                input_ids=ids.to(self.skeleton.device), use_cache=True, **{self._cache_name: cache}
+            )
+        except _EndOfLayersError as end:
+            hidden: Tensor = end.args[0]
+        else:
+            raise UnsupportedError(
+                f"{type(self.skeleton.model).__name__} does not run all of its decoder layers"
+            )
+        finally:
+            for number, layer in enumerate(originals):
+                layers[number] = layer
+        calls = [Call(self._share(call.args), self._share(call.kwargs)) for call in log]
+        return Batch(hidden, cache, calls)
+
+    def _share(self, value: Any) -> Any:
+        """Keep one copy of equal tensors: masks and positions are the same for most batches."""
+        if isinstance(value, Tensor):
+            known = self._shared.setdefault((value.shape, value.dtype), [])
+            for other in known:
+                if other is value or torch.equal(other, value):
+                    return other
+            known.append(value)
+            return value
+        if isinstance(value, dict):
+            return {key: self._share(item) for key, item in value.items()}
+        if type(value) in (tuple, list):
+            return type(value)(self._share(item) for item in value)
+        return value
+
+
+def _take_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
+    """Split a layer call into the hidden states and everything else."""
+    if args:
+        return args[0], args[1:], kwargs
+    rest = dict(kwargs)
+    return rest.pop("hidden_states"), (), rest
+
+
+def make_batches(samples: Sequence[Tensor], batch_size: int) -> list[Tensor]:
+    """Stack samples of equal length, at most `batch_size` together, longest first.
+
+    Shapes: samples [tokens] int64 -> batches [sequences, tokens]. The order of equally long
+    samples is kept, so the same samples give the same batches.
+    """
+    by_length: dict[int, list[Tensor]] = {}
+    for sample in samples:
+        by_length.setdefault(len(sample), []).append(sample)
+    batches = []
+    for length in sorted(by_length, reverse=True):
+        group = by_length[length]
+        for start in range(0, len(group), batch_size):
+            batches.append(torch.stack(group[start : start + batch_size]))
+    return batches

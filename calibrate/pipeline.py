@@ -1,0 +1,258 @@
+"""From a model to an FP8 checkpoint: the whole run.
+
+Layer by layer: load, quantize, fix static scales on data, run the quantized layer, write, free. The
+quantized layer's outputs feed the next, so later layers are calibrated on what they will see.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import quantkit
+from quantkit.calibrate.data import Samples, effective_seq_len, load_samples
+from quantkit.calibrate.layer import calibrate_layer
+from quantkit.calibrate.layerwise import LayerwiseModel, make_batches
+from quantkit.calibrate.output import CheckpointOutput
+from quantkit.calibrate.plan import Plan, make_plan
+from quantkit.calibrate.progress import Phase
+from quantkit.calibrate.quantized_layer import quantize_weights
+from quantkit.calibrate.recipe import Recipe, load_recipe
+from quantkit.calibrate.report import LayerReport, Report
+from quantkit.calibrate.self_data import generate_samples
+from quantkit.calibrate.skeleton import Skeleton
+from quantkit.calibrate.source import ModelSource, fingerprint, open_source
+from quantkit.checkpoint import cached_layers
+from quantkit.errors import CheckpointError, DataError, UnsupportedError
+from quantkit.shards import MAX_SHARD_BYTES, ShardWriter, write_json
+from quantkit.staging import StagedFolder, check_destination, check_free_space
+
+logger = logging.getLogger("quantkit")
+
+COMPUTE_DTYPE = torch.bfloat16
+"""What layers compute in, whatever the source is stored in, so that the same weights give the same
+scales in every dtype. It has the range of float32."""
+BATCH_TOKENS = 4096
+"""Tokens per batch when no batch size is given: enough for full matmul speed on CPUs."""
+DEFAULT_SEQ_LEN = 2048
+DTYPES = {
+    "auto": None,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+
+
+def calibrate(
+    model: str | Path,
+    output: str | Path | None = None,
+    *,
+    recipe: str | Path | Recipe = "fp8-dynamic",
+    data: Sequence[str] = ("builtin",),
+    samples: int = 128,
+    seq_len: int | None = None,
+    batch_size: int | None = None,
+    seed: int = 0,
+    kv: str | None = None,
+    ignore: Sequence[str] = (),
+    device: str = "auto",
+    dtype: str = "auto",
+    dry_run: bool = False,
+    chat_template: str | Path | None = None,
+    trust_remote_code: bool = False,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: bool = True,
+) -> Report:
+    """Quantize a causal language model to an FP8 checkpoint in `output`.
+
+    Args:
+        model: Hugging Face folder, Hub id, or .gguf file.
+        output: folder to write; new, empty, or an earlier result. Not needed for a dry run.
+        recipe: name of a packaged recipe, a FILE.toml, or a Recipe.
+        data: sources of calibration text, see `quantkit.calibrate.data`.
+        samples: number of calibration samples in all.
+        seq_len: tokens per sample; default 2048 or the model's own limit, whichever is less.
+        batch_size: sequences per forward pass; default as many as make 4096 tokens.
+        seed: chooses samples; nothing else is random.
+        kv: "fp8", "fp8-head" or "none"; default as the recipe says.
+        ignore: further modules to leave as they are: names, or `re:` patterns.
+        device: "auto", "cpu" or "cuda".
+        dtype: dtype of the tensors that are not quantized; "auto" keeps the source's.
+        dry_run: only make the plan; nothing is written and no data is read.
+        chat_template: file with a Jinja template for `messages` rows.
+        trust_remote_code: run Python code that the model folder carries.
+        max_shard_bytes: size limit of one safetensors file.
+        progress: show progress on stderr.
+
+    Returns a Report; str(report) is the table that the command line shows. Raises QuantKitError
+    with the cause, the object at fault and what to do; then `output` is as it was before.
+    """
+    chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+    chosen = chosen.with_options(kv=kv, ignore=tuple(ignore))
+    _check_options(dtype, samples=samples, seq_len=seq_len, batch_size=batch_size)
+    destination = None if dry_run else _destination(output, model)
+    source = open_source(model, trust_remote_code)
+    skeleton = Skeleton(source, source.config(), COMPUTE_DTYPE, _device(device))
+    tokenizer = source.tokenizer() if chosen.needs_data and not dry_run else None
+    length, note = _sample_length(skeleton, tokenizer, seq_len)
+    size = batch_size or max(1, BATCH_TOKENS // length)
+    plan = make_plan(skeleton, chosen, samples, length, size)
+    if destination is None:
+        return Report(plan)
+    check_free_space(destination, plan.target_bytes)
+    with Phase("checking weights", len(source.names), quiet=True) as phase:
+        source.scan(phase.advance)
+    found: Samples | None = None
+    if chosen.needs_data:
+        found = load_samples(
+            data,
+            tokenizer,
+            num_samples=samples,
+            seq_len=length,
+            seed=seed,
+            chat_template=_read_template(chat_template),
+            self_generate=partial(generate_samples, source),
+        )
+    report = Report(plan, destination, warnings=[note] if note else [])
+    report.warnings += found.warnings if found else []
+    for warning in report.warnings:
+        logger.warning(warning)
+    report.provenance = _provenance(source, chosen, found, seed)
+    with StagedFolder(destination) as stage:
+        output_tensors = CheckpointOutput(
+            skeleton, ShardWriter(stage.path, max_shard_bytes), DTYPES[dtype]
+        )
+        batches = make_batches(found.ids, size) if found else []
+        report.layers = _quantize(plan, skeleton, batches, output_tensors, progress)
+        output_tensors.finish()
+        write_json(stage.path / "config.json", _config_json(plan, source, DTYPES[dtype]))
+        source.write_side_files(stage.path)
+        write_json(stage.path / "quantkit.json", report.to_json())
+        stage.commit()
+    return report
+
+
+@torch.no_grad()
+def _quantize(
+    plan: Plan,
+    skeleton: Skeleton,
+    batches: Sequence[Tensor],
+    output: CheckpointOutput,
+    progress: bool,
+) -> list[LayerReport]:
+    """Quantize and write every decoder layer, then what lies outside the layers."""
+    model = LayerwiseModel(skeleton)
+    moving = model.prepare(batches) if batches else []
+    quantized = {module.name for module in plan.quantized}
+    linears = skeleton.linear_modules()
+    chosen = {name: m for name, m in linears.items() if skeleton.disk_name(name) in quantized}
+    cached = set(cached_layers(skeleton.model.config.to_dict()))
+    reports = []
+    with Phase("layer", len(skeleton.layers), quiet=not progress) as phase:
+        for number, layer in enumerate(skeleton.layer_names):
+            skeleton.load(layer)
+            modules = {name: m for name, m in chosen.items() if name.startswith(f"{layer}.")}
+            result = calibrate_layer(
+                model, number, moving, plan.recipe, modules, has_kv=number in cached
+            )
+            output.write(f"{skeleton.disk_name(layer)}.", result.tensors)
+            skeleton.unload(layer)
+            reports.append(result.report)
+            error = result.report.output_sqnr_db
+            phase.advance("" if error is None else f"output SQNR {error:.1f} dB")
+    output.write("", _outside_layers(plan, skeleton))
+    return reports
+
+
+def _outside_layers(plan: Plan, skeleton: Skeleton) -> dict[str, Tensor]:
+    """Quantize the modules outside the layers that the recipe names: the output head, if any."""
+    tensors = {}
+    outside = {module.name for module in plan.quantized if module.layer is None}
+    for name, module in skeleton.linear_modules().items():
+        if skeleton.disk_name(name) in outside:
+            skeleton.load(name)
+            linears = quantize_weights(skeleton, {name: module}, plan.recipe.weights)
+            for leaf, tensor in linears[name].tensors().items():
+                tensors[f"{linears[name].name}.{leaf}"] = tensor
+            skeleton.unload(name)
+    return tensors
+
+
+def _check_options(dtype: str, **counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            option = f"--{name.replace('_', '-')}"
+            raise DataError(f"{option} must be at least 1, got {value}")
+    if dtype not in DTYPES:
+        raise UnsupportedError(f"dtype is {dtype!r}; known: {', '.join(DTYPES)}")
+
+
+def _destination(output: str | Path | None, model: str | Path) -> Path:
+    if output is None:
+        raise CheckpointError("no output folder is given; give one with -o, or use --dry-run")
+    destination = Path(output)
+    if destination.exists() and Path(model).exists() and destination.samefile(model):
+        raise CheckpointError(f"{destination} is the model itself; choose another output folder")
+    check_destination(destination)
+    return destination
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name.partition(":")[0] not in ("cpu", "cuda"):
+        raise UnsupportedError(f"device is {name!r}; known: auto, cpu, cuda")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UnsupportedError(f"device {name!r} is not available; use cpu")
+    return torch.device(name)
+
+
+def _sample_length(
+    skeleton: Skeleton, tokenizer: Any, seq_len: int | None
+) -> tuple[int, str | None]:
+    model_limit = getattr(skeleton.model.config.get_text_config(), "max_position_embeddings", None)
+    tokenizer_limit = getattr(tokenizer, "model_max_length", None)
+    requested = seq_len or DEFAULT_SEQ_LEN
+    return effective_seq_len(requested, seq_len is not None, model_limit, tokenizer_limit)
+
+
+def _read_template(path: str | Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read chat template {path}: {error}") from None
+
+
+def _config_json(plan: Plan, source: ModelSource, dtype: torch.dtype | None) -> dict[str, Any]:
+    config = dict(source.config_dict)
+    if dtype is not None:
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"
+        config[key] = str(dtype).removeprefix("torch.")
+    config["quantization_config"] = plan.recipe.scheme(plan.ignored).to_config()
+    return config
+
+
+def _provenance(
+    source: ModelSource, recipe: Recipe, samples: Samples | None, seed: int
+) -> dict[str, Any]:
+    """Return what a reader needs to repeat the run; no times, no paths."""
+    import transformers
+
+    return {
+        "quantkit_version": quantkit.__version__,
+        "profile": "native" if recipe.kv == "fp8-head" else "portable",
+        "recipe": asdict(recipe),
+        "seed": seed,
+        "source": {"name": source.name, "fingerprint": fingerprint(source)},
+        "data": samples.provenance if samples else None,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }

@@ -1,0 +1,216 @@
+"""What a calibration run will do, before it does it: modules, bytes, memory, time.
+
+Making a plan opens the source and checks it against the recipe, and changes nothing on disk.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from quantkit.calibrate.recipe import Recipe, resolve_modules
+from quantkit.calibrate.skeleton import Skeleton
+from quantkit.calibrate.source import ModelSource
+from quantkit.checkpoint import cached_layers
+from quantkit.errors import SourceError, UnsupportedError
+from quantkit.shards import MAX_SHARD_BYTES
+
+SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePlan:
+    """One linear module: name as on disk, weight shape [out, in], and its bytes before and after.
+
+    `layer` is the decoder layer's number, None outside the layers.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    layer: int | None
+    quantized: bool
+    source_bytes: int
+    target_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The resolved modules, and estimates for the whole run (bytes; seconds on this machine)."""
+
+    source_name: str
+    recipe: Recipe
+    modules: tuple[ModulePlan, ...]
+    source_bytes: int
+    target_bytes: int
+    memory_bytes: int
+    seconds: float
+    num_layers: int
+
+    @property
+    def quantized(self) -> list[ModulePlan]:
+        """Modules that become FP8."""
+        return [module for module in self.modules if module.quantized]
+
+    @property
+    def ignored(self) -> list[str]:
+        """On-disk names of the linear modules that stay as they are."""
+        return [module.name for module in self.modules if not module.quantized]
+
+
+def make_plan(
+    skeleton: Skeleton, recipe: Recipe, num_samples: int, seq_len: int, batch_size: int
+) -> Plan:
+    """Resolve the recipe against the model and estimate the run.
+
+    Raises RecipeError when the two do not fit, SourceError for a stale tied head.
+    """
+    modules = _plan_modules(skeleton, recipe)
+    source = skeleton.source
+    source_bytes = sum(_nbytes(source, name) for name in source.names)
+    saved = sum(m.source_bytes - m.target_bytes for m in modules if m.quantized)
+    layers = cached_layers(skeleton.model.config.to_dict())
+    kv_bytes = 2 * SCALE_BYTES * len(layers) if recipe.kv_spec else 0
+    target_bytes = source_bytes - saved + kv_bytes - _dropped_bytes(skeleton)
+    tokens = num_samples * seq_len if recipe.needs_data else 0
+    return Plan(
+        source_name=source.name,
+        recipe=recipe,
+        modules=tuple(modules),
+        source_bytes=source_bytes,
+        target_bytes=target_bytes,
+        memory_bytes=_memory_bytes(skeleton, modules, tokens, target_bytes),
+        seconds=_seconds(skeleton, modules, recipe, tokens, batch_size * seq_len),
+        num_layers=len(skeleton.layers),
+    )
+
+
+def _plan_modules(skeleton: Skeleton, recipe: Recipe) -> list[ModulePlan]:
+    linears = skeleton.linear_modules()
+    layer_of = {name: _layer_number(skeleton, name) for name in linears}
+    head_module = skeleton.model.get_output_embeddings()
+    head = skeleton.name_of(head_module) if head_module is not None else "lm_head"
+    check_tied_head(skeleton)
+    # Engines quantize what is inside the layers, and the head where it is asked for.
+    eligible = [
+        name
+        for name in linears
+        if (layer_of[name] is not None or name == head)
+        and (skeleton.source_name(f"{name}.weight") or skeleton.tied_head)
+    ]
+    tied = skeleton.tied_head is not None
+    quantized, _ = resolve_modules(recipe, eligible, tied_head=tied, head=head)
+    if head in quantized and recipe.inputs is not None and not recipe.inputs.dynamic:
+        raise UnsupportedError(
+            f"{head} cannot be quantized with static inputs: nothing outside the decoder layers is "
+            "observed; ignore it, or use dynamic inputs"
+        )
+    chosen = set(quantized)
+    return [_plan_module(skeleton, n, layer_of[n], n in chosen, recipe) for n in linears]
+
+
+def _plan_module(
+    skeleton: Skeleton, name: str, layer: int | None, quantized: bool, recipe: Recipe
+) -> ModulePlan:
+    weight = skeleton.model.get_parameter(f"{name}.weight")
+    rows, columns = weight.shape
+    stored = skeleton.source_name(f"{name}.weight")
+    source_bytes = _nbytes(skeleton.source, stored) if stored else 0
+    target_bytes = source_bytes
+    if quantized:
+        target_bytes = rows * columns + SCALE_BYTES * prod(
+            recipe.weights.scale_shape(rows, columns)
+        )
+        if recipe.inputs is not None and not recipe.inputs.dynamic:
+            target_bytes += SCALE_BYTES
+    disk_name = skeleton.disk_name(name)
+    return ModulePlan(disk_name, (rows, columns), layer, quantized, source_bytes, target_bytes)
+
+
+def check_tied_head(skeleton: Skeleton) -> None:
+    """Raise SourceError if a tied head is stored a second time with other values."""
+    copy = redundant_head(skeleton)
+    if copy is None:
+        return
+    head, embedding = copy
+    source = skeleton.source
+    if not torch.equal(source.tensor(head), source.tensor(embedding)):
+        raise SourceError(
+            f"{source.name} ties {head} to {embedding} (tie_word_embeddings) but stores different "
+            "values in them; set tie_word_embeddings to false if both are meant, or remove one"
+        )
+
+
+def redundant_head(skeleton: Skeleton) -> tuple[str, str] | None:
+    """Return the source's names of (head, embedding) if a tied head is stored a second time."""
+    if skeleton.tied_head is None:
+        return None
+    head, embedding = (skeleton.source_name(name) for name in skeleton.tied_head)
+    return (head, embedding) if head and embedding and head != embedding else None
+
+
+def _dropped_bytes(skeleton: Skeleton) -> int:
+    copy = redundant_head(skeleton)
+    return _nbytes(skeleton.source, copy[0]) if copy else 0
+
+
+def _layer_number(skeleton: Skeleton, name: str) -> int | None:
+    for number, layer in enumerate(skeleton.layer_names):
+        if name.startswith(f"{layer}."):
+            return number
+    return None
+
+
+def _nbytes(source: ModelSource, name: str) -> int:
+    return prod(source.shape(name)) * source.dtype(name).itemsize
+
+
+def _memory_bytes(
+    skeleton: Skeleton, modules: Iterable[ModulePlan], tokens: int, target_bytes: int
+) -> int:
+    """Estimate the peak beyond the mapped source: two layers, hidden states, one shard."""
+    by_layer: dict[int | None, int] = {}
+    for module in modules:
+        by_layer[module.layer] = by_layer.get(module.layer, 0) + prod(module.shape)
+    layer = max((size for number, size in by_layer.items() if number is not None), default=0)
+    hidden_size = int(skeleton.model.config.get_text_config().hidden_size)
+    hidden = tokens * hidden_size * skeleton.dtype.itemsize
+    return 2 * layer * skeleton.dtype.itemsize + hidden + min(target_bytes, MAX_SHARD_BYTES)
+
+
+def _seconds(
+    skeleton: Skeleton,
+    modules: Iterable[ModulePlan],
+    recipe: Recipe,
+    tokens: int,
+    batch_tokens: int,
+) -> float:
+    """Estimate the run from the speed of this machine's matmul at the model's own shapes."""
+    shapes = [module.shape for module in modules if module.layer is not None]
+    passes = 2 if recipe.inputs is not None and not recipe.inputs.dynamic else 1
+    flops = 2.0 * tokens * sum(prod(shape) for shape in shapes) * passes
+    if not shapes or not flops:
+        return 0.0
+    largest = max(shapes, key=prod)
+    rate = _matmul_rate(largest, min(batch_tokens, 1024), skeleton.dtype, skeleton.device)
+    # Attention, norms and the quantization of inputs take about as long again as the matmuls.
+    return 2.0 * flops / rate
+
+
+def _matmul_rate(
+    shape: tuple[int, int], tokens: int, dtype: torch.dtype, device: torch.device
+) -> float:
+    """Measure flop/s of one linear layer."""
+    x = torch.ones(tokens, shape[1], dtype=dtype, device=device)
+    weight = torch.ones(shape, dtype=dtype, device=device)
+    best = float("inf")
+    for _ in range(4):
+        started = time.perf_counter()
+        result: Any = torch.nn.functional.linear(x, weight)
+        result[0, 0].item()  # waits for the device
+        best = min(best, time.perf_counter() - started)
+    return 2.0 * tokens * prod(shape) / best

@@ -1,0 +1,188 @@
+"""The source model as transformers modules whose weights come and go.
+
+The modules are built empty; one decoder layer at a time is filled from the source, used, and
+emptied again. Where transformers renames or merges tensors on loading, the whole model is loaded
+instead, and emptied layer by layer as it is used up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.calibrate.source import ModelSource
+from quantkit.errors import SourceError, UnsupportedError
+
+logger = logging.getLogger("quantkit")
+
+
+class Skeleton:
+    """The model's modules, its decoder layers, and how their names map to the source's tensors.
+
+    `layers[i]` is a decoder layer and `layer_names[i]` its full module name. `dtype` is what the
+    modules compute in.
+    """
+
+    def __init__(
+        self, source: ModelSource, config: Any, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.source = source
+        self.dtype = dtype
+        self.device = device
+        self.model = _build_empty(config, source, dtype)
+        self._source_names = self._map_names()
+        if self._source_names is None:
+            logger.warning(
+                "%s stores tensors in a form that transformers converts on loading: the whole "
+                "model is loaded at once",
+                source.name,
+            )
+            self.model = source.load_model(dtype).eval()
+            self._source_names = self._known_names()
+        self.decoder = _decoder(self.model)
+        self.layers, list_name = _decoder_layers(self.model, self.decoder)
+        self.layer_names = [f"{list_name}.{number}" for number in range(len(self.layers))]
+
+    @property
+    def tied_head(self) -> tuple[str, str] | None:
+        """(head weight, embedding weight) when the two are one tensor, by module names."""
+        head, embedding = self.model.get_output_embeddings(), self.model.get_input_embeddings()
+        config = self.model.config.get_text_config()
+        if head is None or not getattr(config, "tie_word_embeddings", False):
+            return None
+        return f"{self.name_of(head)}.weight", f"{self.name_of(embedding)}.weight"
+
+    def name_of(self, module: nn.Module) -> str:
+        """Return the full name of one of the model's modules."""
+        names: Iterator[tuple[str, nn.Module]] = self.model.named_modules()
+        return next(name for name, other in names if other is module)
+
+    def source_name(self, name: str) -> str | None:
+        """Return the source's name for a parameter of the model, or None if it has no such one."""
+        names = self._source_names or {}
+        return names.get(name)
+
+    def disk_name(self, module_name: str) -> str:
+        """Return the name of a module in the source's terms: the base model's prefix may differ."""
+        for name, stored in (self._source_names or {}).items():
+            if name.startswith(f"{module_name}."):
+                return stored.removesuffix(name.removeprefix(module_name))
+        return module_name
+
+    def linear_modules(self) -> dict[str, nn.Linear]:
+        """Return {full name: module} of every nn.Linear, in the model's order."""
+        return {
+            name: module
+            for name, module in self.model.named_modules()
+            if isinstance(module, nn.Linear)
+        }
+
+    def load(self, prefix: str) -> None:
+        """Fill every empty parameter and buffer below `prefix` ("" for all outside the layers)."""
+        for name, parameter in list(self.model.named_parameters()):
+            if self._belongs(name, prefix) and parameter.is_meta:
+                self._set(name, self._read(name))
+        for name, buffer in list(self.model.named_buffers()):
+            if self._belongs(name, prefix):
+                stored = self.source_name(name)
+                value = self.source.tensor(stored) if stored else buffer
+                self._set(name, value.to(self.device))
+
+    def unload(self, prefix: str) -> None:
+        """Empty every parameter below `prefix`, freeing its memory."""
+        for name, parameter in list(self.model.named_parameters()):
+            if self._belongs(name, prefix):
+                self._set(name, parameter.to("meta"))
+
+    def _belongs(self, name: str, prefix: str) -> bool:
+        if prefix:
+            return name.startswith(f"{prefix}.")
+        return not any(name.startswith(f"{layer}.") for layer in self.layer_names)
+
+    def _read(self, name: str) -> Tensor:
+        stored = self.source_name(name)
+        if stored is None and self.tied_head and name == self.tied_head[0]:
+            stored = self.source_name(self.tied_head[1])
+        if stored is None:
+            raise SourceError(f"{self.source.name} has no tensor {name}")
+        tensor, expected = self.source.tensor(stored), self.model.get_parameter(name).shape
+        if tensor.shape != expected:
+            raise SourceError(
+                f"{self.source.name}: tensor {stored} has shape {list(tensor.shape)}, the config "
+                f"asks for {list(expected)}"
+            )
+        return tensor.to(self.device, self.dtype)
+
+    def _set(self, name: str, value: Tensor) -> None:
+        owner_name, _, leaf = name.rpartition(".")
+        owner = self.model.get_submodule(owner_name)
+        if leaf in owner._parameters:
+            owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+        else:
+            owner._buffers[leaf] = value
+
+    def _map_names(self) -> dict[str, str] | None:
+        """Map parameter and buffer names to the source's, or None if one has no counterpart."""
+        names = self._known_names()
+        tied = self.tied_head
+        for name, _ in self.model.named_parameters():
+            if name not in names and not (tied and name in tied):
+                return None
+        return names
+
+    def _known_names(self) -> dict[str, str]:
+        """Names that are the same in both, with or without the base model's prefix."""
+        stored = set(self.source.names)
+        prefix = f"{self.model.base_model_prefix}."
+        names = {}
+        for name in self.model.state_dict():
+            for candidate in (name, name.removeprefix(prefix), f"{prefix}{name}"):
+                if candidate in stored:
+                    names[name] = candidate
+                    break
+        return names
+
+
+def _build_empty(config: Any, source: ModelSource, dtype: torch.dtype) -> Any:
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    trust = getattr(source, "trust_remote_code", False)
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust)
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UnsupportedError(f"{source.name} is not a causal language model: {reason}") from error
+    return model.eval()
+
+
+def _decoder(model: Any) -> nn.Module:
+    """Return the part of the model that embeds tokens and runs the layers, without the head."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    found: nn.Module = decoder if decoder is not None else model.base_model
+    return found
+
+
+def _decoder_layers(model: nn.Module, decoder: nn.Module) -> tuple[nn.ModuleList, str]:
+    """Find the decoder layers: the longest outermost ModuleList of blocks of one class."""
+    best: tuple[nn.ModuleList, str] | None = None
+    seen: list[str] = []
+    for name, module in decoder.named_modules():
+        if not isinstance(module, nn.ModuleList) or any(name.startswith(f"{s}.") for s in seen):
+            continue
+        seen.append(name)  # lists inside a list (experts) are not layers of the model
+        same_class = len({type(block) for block in module}) == 1
+        if same_class and (best is None or len(module) > len(best[0])):
+            best = (module, name)
+    if best is None:
+        raise UnsupportedError(
+            f"{type(model).__name__} has no list of equal decoder layers; quantkit cannot "
+            "calibrate it layer by layer"
+        )
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    return best[0], f"{prefix}.{best[1]}" if prefix else best[1]

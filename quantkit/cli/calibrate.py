@@ -1,0 +1,121 @@
+"""`quantkit calibrate`: from a model to an FP8 checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quantkit.cli.console import quiet_transformers, write
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.plan import Plan
+    from quantkit.calibrate.report import Report
+
+
+def calibrate(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A Hugging Face folder, Hub id or .gguf file.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="OUT", help="Folder to write.")
+    ] = None,
+    recipe: Annotated[
+        str, typer.Option(help="fp8-dynamic, fp8-static, fp8-block, or a FILE.toml.")
+    ] = "fp8-dynamic",
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="builtin, self, FILE.txt, FILE.jsonl or hf:NAME[:CONFIG][:SPLIT]; may be "
+            "repeated. [default: builtin]"
+        ),
+    ] = None,
+    samples: Annotated[int, typer.Option(help="Calibration samples in all.")] = 128,
+    seq_len: Annotated[
+        int | None,
+        typer.Option(help="Tokens per sample. [default: 2048, or the model's limit]"),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Sequences at once. [default: about 4096 tokens]")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Chooses the samples.")] = 0,
+    kv: Annotated[
+        str | None, typer.Option(help="fp8, fp8-head or none. [default: as the recipe says]")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATTERN", help="Leave these modules alone; may be repeated."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of unquantized tensors; auto keeps the source's.")
+    ] = "auto",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show modules, bytes, memory and time; write nothing.")
+    ] = False,
+    chat_template: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Jinja template for `messages` rows.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code from the model folder.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the run report as JSON instead of tables.")
+    ] = False,
+) -> None:
+    """Quantize a causal language model to FP8, with scales for an FP8 KV cache."""
+    quiet_transformers()
+    from quantkit.calibrate import calibrate as run
+
+    report = run(
+        model,
+        output,
+        recipe=recipe,
+        data=data or ["builtin"],
+        samples=samples,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        seed=seed,
+        kv=kv,
+        ignore=ignore or [],
+        device=device,
+        dtype=dtype,
+        dry_run=dry_run,
+        chat_template=chat_template,
+        trust_remote_code=trust_remote_code,
+    )
+    if as_json:
+        value = (
+            _plan_json(report.plan) if dry_run else {"path": str(report.path), **report.to_json()}
+        )
+        write(json.dumps(value, indent=2) + "\n")
+    else:
+        write(str(report))
+        write(_estimates(report.plan) if dry_run else _outcome(report))
+
+
+def _estimates(plan: Plan) -> str:
+    memory = f"about {plan.memory_bytes / 1e6:,.0f} MB of memory beyond the mapped source"
+    return f"{memory}, about {plan.seconds:,.0f} s on this machine; nothing was written\n"
+
+
+def _outcome(report: Report) -> str:
+    before, after = report.plan.source_bytes, report.plan.target_bytes
+    sizes = f"{before / 1e6:,.1f} MB -> {after / 1e6:,.1f} MB ({after / before:.0%})"
+    return f"{sizes}\n{report.path}\n"
+
+
+def _plan_json(plan: Plan) -> dict[str, Any]:
+    return {
+        "recipe": plan.recipe.name,
+        "modules": [
+            {"name": module.name, "shape": list(module.shape), "quantized": module.quantized}
+            for module in plan.modules
+        ],
+        "source_bytes": plan.source_bytes,
+        "target_bytes": plan.target_bytes,
+        "memory_bytes": plan.memory_bytes,
+        "seconds": round(plan.seconds, 1),
+    }
