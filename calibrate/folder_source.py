@@ -12,7 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.source import check_finite, refuse_quantized, refuse_quantized_tensors
+from quantkit.calibrate.source import (
+    HEAD_BYTES,
+    check_finite,
+    refuse_quantized,
+    refuse_quantized_tensors,
+)
 from quantkit.errors import SourceError
 from quantkit.shards import INDEX_NAME, SINGLE_NAME, ShardReader, read_json
 
@@ -117,6 +122,12 @@ class FolderSource:
     def dtype(self, name: str) -> torch.dtype:
         """Return a tensor's stored dtype."""
         return self._tensors.tensor(name).dtype
+
+    def head(self, name: str) -> bytes:
+        """Return the first bytes of a tensor."""
+        tensor = self.tensor(name).flatten()
+        part = tensor[: HEAD_BYTES // tensor.element_size()].contiguous()
+        return part.view(torch.uint8).numpy().tobytes()
 
     def config(self) -> Any:
         """Return the transformers config."""

@@ -77,6 +77,11 @@ class GgufFile:
         values: np.ndarray[Any, np.dtype[np.float32]] = dequantize(blocks, kind)
         return values.reshape(info.shape)
 
+    def head(self, name: str, limit: int) -> bytes:
+        """Return the first bytes of one tensor as stored."""
+        info = self.tensors[name]
+        return self._bytes[info.offset : info.offset + min(info.nbytes, limit)]
+
     def _parse(self) -> None:
         if self._bytes[:4] != b"GGUF":
             raise SourceError(f"{self.path} is not a GGUF file: it does not start with 'GGUF'")

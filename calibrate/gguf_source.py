@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.gguf_file import GgufFile
-from quantkit.calibrate.source import check_finite
+from quantkit.calibrate.source import HEAD_BYTES, check_finite
 from quantkit.errors import SourceError
 
 PLAIN_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "nemotron")
@@ -48,6 +48,13 @@ class GgufSource:
     def dtype(self, name: str) -> torch.dtype:
         """Return bfloat16."""
         return torch.bfloat16
+
+    def head(self, name: str) -> bytes:
+        """Return the first bytes of a tensor: its blocks, or its values if it was converted."""
+        if self._is_plain:
+            return self._file.head(self._gguf_names[name], HEAD_BYTES)
+        values = self._whole[name].flatten()[: HEAD_BYTES // 4].float()
+        return values.numpy().tobytes()
 
     def config(self) -> Any:
         """Return the transformers config."""

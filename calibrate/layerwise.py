@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -172,15 +173,13 @@ def _take_hidden(
 def make_batches(samples: Sequence[Tensor], batch_size: int) -> list[Tensor]:
     """Stack samples of equal length, at most `batch_size` together, longest first.
 
-    Shapes: samples [tokens] int64 -> batches [sequences, tokens]. The order of equally long
-    samples is kept, so the same samples give the same batches.
+    The first batch is one sequence, on which each layer's error is measured at little cost. The
+    order of equally long samples is kept, so the same samples give the same batches.
+    Shapes: samples [tokens] int64 -> batches [sequences, tokens].
     """
-    by_length: dict[int, list[Tensor]] = {}
-    for sample in samples:
-        by_length.setdefault(len(sample), []).append(sample)
-    batches = []
-    for length in sorted(by_length, reverse=True):
-        group = by_length[length]
-        for start in range(0, len(group), batch_size):
-            batches.append(torch.stack(group[start : start + batch_size]))
-    return batches
+    ordered = sorted(samples, key=len, reverse=True)  # stable
+    batches = [ordered[:1]] if ordered else []
+    for _, group in groupby(ordered[1:], key=len):
+        rows = list(group)
+        batches += [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    return [torch.stack(rows) for rows in batches]

@@ -22,11 +22,26 @@ class AmaxObserver:
 
     def update(self, x: Tensor) -> None:
         """Take in a batch. Shapes: x [num_observations, num_scales, num_elements]."""
-        if x.numel() == 0:
-            return
-        amax = x.abs().amax(dim=(0, 2)).float()
-        self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
-        self.num_observations += x.shape[0]
+        self.merge(amax_of(x), x.shape[0])
+
+    def merge(self, amax: Tensor, num_observations: int) -> None:
+        """Take in a batch of which the amax is known. Shapes: amax [num_scales]."""
+        if num_observations:
+            self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
+            self.num_observations += num_observations
+
+
+def amax_of(x: Tensor) -> Tensor:
+    """Return max |x| per scale. Shapes: [observations, scales, elements] -> float32 [scales].
+
+    0 where there is nothing to observe; NaN propagates.
+    """
+    if x.numel() == 0:
+        return torch.zeros(x.shape[1], device=x.device)
+    if x.shape[1] == 1:
+        low, high = torch.aminmax(x)  # one pass, and no copy of |x|
+        return torch.maximum(-low, high).float().reshape(1)
+    return x.abs().amax(dim=(0, 2)).float()
 
 
 def canonical_input(x: Tensor) -> Tensor:

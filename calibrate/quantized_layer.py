@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from quantkit.calibrate.observers import AmaxObserver, canonical_input
+from quantkit.calibrate.observers import AmaxObserver, amax_of, canonical_input
 from quantkit.calibrate.skeleton import Skeleton
 from quantkit.checkpoint import check_scale
 from quantkit.errors import CalibrationError
@@ -68,8 +68,10 @@ def _stored_weight(skeleton: Skeleton, name: str) -> Tensor:
     """Return a weight in the source's own dtype: codes must not depend on the compute dtype."""
     weight = f"{name}.weight"
     stored = skeleton.source_name(weight)
-    parameter = skeleton.model.get_parameter(weight)
-    return parameter if stored is None else skeleton.source.tensor(stored).to(parameter.device)
+    parameter: Tensor = skeleton.model.get_parameter(weight)
+    if stored is None or skeleton.source.dtype(stored) == parameter.dtype:
+        return parameter
+    return skeleton.source.tensor(stored).to(parameter.device)
 
 
 def _shared_amax(name: str, amax: Mapping[str, Tensor]) -> Tensor:
@@ -92,30 +94,35 @@ def _quantize_weight(
 def sqnr_db(signal: Tensor, approximation: Tensor) -> float:
     """Return the signal-to-quantization-noise ratio, `10 log10(sum x^2 / sum (x - x')^2)`, in dB.
 
-    Infinite for an exact approximation. Shapes: any, equal. Sums in float32 by rows, then float64.
+    Infinite for an exact approximation, -infinite for an error on nothing. Shapes: any, equal.
     """
-    x, error = signal.float(), signal.float() - approximation.float()
-    power = x.square().sum(dim=-1).double().sum().item()
-    noise = error.square().sum(dim=-1).double().sum().item()
+    power = torch.linalg.vector_norm(signal, dtype=torch.float32).item()
+    noise = torch.linalg.vector_norm(torch.sub(approximation.float(), signal)).item()
     if noise == 0:
         return inf
-    return 10 * log10(power / noise) if power > 0 else -inf
+    return 20 * log10(power / noise) if power > 0 else -inf
 
 
 class InputObservers:
-    """Forward hooks that record the range of every module's input, for static scales."""
+    """Forward hooks that record the range of every module's input, for static scales.
+
+    Siblings that read the same tensor share one observation of it.
+    """
 
     def __init__(self, modules: Mapping[str, nn.Linear]) -> None:
         self._observers = {name: AmaxObserver() for name in modules}
+        self._last: tuple[Tensor, Tensor] | None = None
         self._handles = [
             module.register_forward_pre_hook(self._hook(self._observers[name]))
             for name, module in modules.items()
         ]
 
-    @staticmethod
-    def _hook(observer: AmaxObserver) -> Any:
+    def _hook(self, observer: AmaxObserver) -> Any:
         def observe(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            observer.update(canonical_input(args[0]))
+            x = args[0]
+            if self._last is None or self._last[0] is not x:
+                self._last = (x, amax_of(canonical_input(x)))
+            observer.merge(self._last[1], x.numel() // max(x.shape[-1], 1))
 
         return observe
 

@@ -17,6 +17,9 @@ from torch import Tensor
 
 from quantkit.errors import SourceError
 
+HEAD_BYTES = 4096
+"""How much of each tensor identifies a model."""
+
 
 class ModelSource(Protocol):
     """What calibration needs of a model on disk."""
@@ -39,6 +42,10 @@ class ModelSource(Protocol):
 
     def dtype(self, name: str) -> torch.dtype:
         """Return a tensor's stored dtype without reading it."""
+        ...
+
+    def head(self, name: str) -> bytes:
+        """Return the first bytes of a tensor as stored, at most HEAD_BYTES."""
         ...
 
     def config(self) -> Any:
@@ -127,13 +134,12 @@ def check_finite(name: str, tensor: Tensor) -> None:
 
 
 def fingerprint(source: ModelSource) -> str:
-    """Return a hash that changes with the names, shapes, types or (sampled) values of a model.
+    """Return a hash that changes with the names, shapes, types or (sampled) bytes of a model.
 
-    Reads the first 1024 values of every tensor, so it stays fast for models of any size.
+    Reads the head of every tensor only, so it stays fast for models of any size.
     """
     digest = hashlib.sha256()
     for name in source.names:
-        head = source.tensor(name).flatten()[:1024].float()
         digest.update(f"{name}{source.shape(name)}{source.dtype(name)}".encode())
-        digest.update(head.numpy().tobytes())
+        digest.update(source.head(name))
     return digest.hexdigest()

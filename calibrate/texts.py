@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -119,7 +120,8 @@ def parse_hub_source(source: str) -> tuple[str, str | None, str]:
     A lone second part is a split if it is one of SPLITS, with or without a slice as in
     "train[:1%]", and a config otherwise.
     """
-    name, *rest = source.removeprefix(HUB_PREFIX).split(":", 2)
+    # The colon of a slice is inside brackets.
+    name, *rest = re.split(r":(?![^\[]*\])", source.removeprefix(HUB_PREFIX), maxsplit=2)
     if not name:
         raise DataError(f"data source {source!r} names no dataset; accepted: {ACCEPTED}")
     if len(rest) == 1 and rest[0].split("[")[0] in SPLITS:

@@ -21,6 +21,9 @@ from quantkit.errors import UnsupportedError
 Tile = tuple[int, int]
 """Rows and columns of the elements that share one scale."""
 
+CHUNK_ELEMENTS = 2**18
+"""Elements that are converted at once where it makes no difference to the result."""
+
 MIN_SCALE = 2.0**-126
 """Smallest normal float32 (and bf16); a smaller scale would be flushed to zero by some hardware."""
 
@@ -55,9 +58,14 @@ def encode(x: Tensor, fmt: Format) -> Tensor:
 
     NaN stays NaN, the sign of zero is kept. Shapes: any. Returns codes in `fmt.dtype`.
     """
+    return _encode_(x.to(torch.float32, copy=True), fmt)
+
+
+def _encode_(x: Tensor, fmt: Format) -> Tensor:
+    """Encode a float32 tensor that may be overwritten."""
     # What a bare cast does beyond the range has changed between torch versions.
-    clamped = x.float().clamp(-fmt.max, fmt.max)
-    return _encode_e3m4(clamped) if fmt is E3M4 else clamped.to(fmt.dtype)
+    x.clamp_(-fmt.max, fmt.max)
+    return _encode_e3m4(x) if fmt is E3M4 else x.to(fmt.dtype)
 
 
 def decode(codes: Tensor, fmt: Format) -> Tensor:
@@ -142,7 +150,8 @@ def quantize(x: Tensor, scale: Tensor, fmt: Format, tile: Tile) -> Tensor:
     Shapes: x (rows, columns); scale float32 (ceil(rows / tile rows), ceil(columns / tile columns)).
     Returns codes (rows, columns) in `fmt.dtype`.
     """
-    return encode(x.float() / expand_scale(scale, x.shape, tile), fmt)
+    # Dividing by a float32 matrix promotes x on the fly, without a float32 copy of it.
+    return _encode_(torch.div(x, expand_scale(scale, x.shape, tile)).float(), fmt)
 
 
 def dequantize(
@@ -154,4 +163,14 @@ def dequantize(
 
 def fake_quantize(x: Tensor, scale: Tensor, fmt: Format, tile: Tile) -> Tensor:
     """Quantize and dequantize: what is left of x after storage. Shapes as above, dtype of x."""
-    return dequantize(quantize(x, scale, fmt, tile), scale, fmt, tile, x.dtype)
+    if x.numel() <= CHUNK_ELEMENTS or tile[0] not in (1, x.shape[0]):
+        return dequantize(quantize(x, scale, fmt, tile), scale, fmt, tile, x.dtype)
+    # By rows in pieces that stay in cache: the float32 intermediates are what takes the time.
+    result = torch.empty_like(x)
+    step = max(1, CHUNK_ELEMENTS // x.shape[1])
+    for start in range(0, x.shape[0], step):
+        rows = slice(start, start + step)
+        part = scale if scale.shape[0] == 1 else scale[rows]
+        codes = quantize(x[rows], part, fmt, tile)
+        result[rows] = dequantize(codes, part, fmt, tile, x.dtype)
+    return result
