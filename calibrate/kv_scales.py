@@ -78,14 +78,18 @@ class KvObserver:
 
 
 def observing_cache(config: Any) -> Any:
-    """Return a transformers cache that stores nothing and shows all to its `observer`, if any.
+    """Return a transformers cache that keeps no keys and shows all to its `observer`, if any.
 
-    What comes in goes out unchanged, so attention sees exactly this batch.
+    What comes in goes out unchanged, so attention sees exactly this batch. The states of recurrent
+    layers are kept, as those layers need them within a run; `forget` drops them.
     """
     from transformers import DynamicCache
 
     class ObservingCache(DynamicCache):  # type: ignore[misc]
         observer: KvObserver | None = None
+
+        def forget(self) -> None:
+            self.layers = DynamicCache(config=config).layers
 
         def update(
             self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -51,7 +52,7 @@ class _EndOfLayersError(Exception):
 class _Recorder(nn.Module):
     """Stands in for a decoder layer: records the call, passes the hidden states on."""
 
-    def __init__(self, layer: nn.Module, log: list[Call], is_last: bool) -> None:
+    def __init__(self, layer: nn.Module, log: list[tuple[Tensor, Call]], is_last: bool) -> None:
         super().__init__()
         self._log = log
         self._is_last = is_last
@@ -67,9 +68,9 @@ class _Recorder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden, args, kwargs = _take_hidden(args, kwargs)
-        self._log.append(Call(args, kwargs))
+        self._log.append((hidden, Call(args, kwargs)))
         if self._is_last:
-            raise _EndOfLayersError(hidden)
+            raise _EndOfLayersError
         return (
             hidden if self._output_size is None else (hidden,) + (None,) * (self._output_size - 1)
         )
@@ -110,6 +111,7 @@ class LayerwiseModel:
             call = batch.calls[number]
             output = layer(batch.hidden, *call.args, **call.kwargs)
             batch.cache.observer = None
+            batch.cache.forget()  # or the next run would continue this one
             yield batch, output if isinstance(output, Tensor) else output[0]
 
     def _output_size(self, ids: Tensor) -> int | None:
@@ -121,28 +123,41 @@ class LayerwiseModel:
 
     def _record(self, ids: Tensor, output_size: int | None, stop_at_first: bool = False) -> Batch:
         """Run the model's forward with recorders for layers."""
-        layers, log = self.skeleton.layers, list[Call]()
+        layers, log = self.skeleton.layers, list[tuple[Tensor, Call]]()
         originals = list(layers)
         cache = observing_cache(self.skeleton.model.config)
         for number, layer in enumerate(originals):
             recorder = _Recorder(layer, log, stop_at_first or number == len(originals) - 1)
             recorder._output_size = output_size
             layers[number] = recorder
-        try:
-            self.skeleton.decoder(
-                input_ids=ids.to(self.skeleton.device), use_cache=True, **{self._cache_name: cache}
-            )
-        except _EndOfLayersError as end:
-            hidden: Tensor = end.args[0]
-        else:
+        with suppress(_EndOfLayersError):
+            try:
+                self.skeleton.decoder(
+                    input_ids=ids.to(self.skeleton.device),
+                    use_cache=True,
+                    **{self._cache_name: cache},
+                )
+            finally:
+                for number, layer in enumerate(originals):
+                    layers[number] = layer
+        self._check_log(log, 1 if stop_at_first else len(originals))
+        calls = [Call(self._share(call.args), self._share(call.kwargs)) for _, call in log]
+        return Batch(log[0][0], cache, calls)
+
+    def _check_log(self, log: Sequence[tuple[Tensor, Call]], expected: int) -> None:
+        """Raise UnsupportedError unless every layer ran once, on what the one before it returned."""
+        kind = type(self.skeleton.model).__name__
+        if len(log) != expected:
             raise UnsupportedError(
-                f"{type(self.skeleton.model).__name__} does not run all of its decoder layers"
+                f"{kind} runs {len(log)} decoder layers and has {expected}; quantkit cannot "
+                "calibrate it layer by layer"
             )
-        finally:
-            for number, layer in enumerate(originals):
-                layers[number] = layer
-        calls = [Call(self._share(call.args), self._share(call.kwargs)) for call in log]
-        return Batch(hidden, cache, calls)
+        hidden = log[0][0]
+        if any(other is not hidden and not torch.equal(other, hidden) for other, _ in log):
+            raise UnsupportedError(
+                f"{kind} changes hidden states between its decoder layers; quantkit cannot "
+                "calibrate it layer by layer"
+            )
 
     def _share(self, value: Any) -> Any:
         """Keep one copy of equal tensors: masks and positions are the same for most batches."""

@@ -124,7 +124,7 @@ def calibrate(
     report.warnings += found.warnings if found else []
     for warning in report.warnings:
         logger.warning(warning)
-    report.provenance = _provenance(source, chosen, found, seed)
+    report.provenance = _provenance(plan, source, found, seed)
     with StagedFolder(destination) as stage:
         output_tensors = CheckpointOutput(
             skeleton, ShardWriter(stage.path, max_shard_bytes), DTYPES[dtype]
@@ -242,15 +242,15 @@ def _config_json(plan: Plan, source: ModelSource, dtype: torch.dtype | None) -> 
 
 
 def _provenance(
-    source: ModelSource, recipe: Recipe, samples: Samples | None, seed: int
+    plan: Plan, source: ModelSource, samples: Samples | None, seed: int
 ) -> dict[str, Any]:
     """Return what a reader needs to repeat the run; no times, no paths."""
     import transformers
 
     return {
         "quantkit_version": quantkit.__version__,
-        "profile": "native" if recipe.kv == "fp8-head" else "portable",
-        "recipe": asdict(recipe),
+        "profile": "portable" if plan.is_portable else "native",
+        "recipe": asdict(plan.recipe),
         "seed": seed,
         "source": {"name": source.name, "fingerprint": fingerprint(source)},
         "data": samples.provenance if samples else None,

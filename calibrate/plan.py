@@ -57,6 +57,12 @@ class Plan:
         return [module for module in self.modules if module.quantized]
 
     @property
+    def is_portable(self) -> bool:
+        """Tell whether every engine loads the result: one KV scale a layer, head not quantized."""
+        inside = all(module.layer is not None for module in self.quantized)
+        return inside and self.recipe.kv != "fp8-head"
+
+    @property
     def ignored(self) -> list[str]:
         """On-disk names of the linear modules that stay as they are."""
         return [module.name for module in self.modules if not module.quantized]

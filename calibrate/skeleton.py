@@ -109,13 +109,14 @@ class Skeleton:
             stored = self.source_name(self.tied_head[1])
         if stored is None:
             raise SourceError(f"{self.source.name} has no tensor {name}")
-        tensor, expected = self.source.tensor(stored), self.model.get_parameter(name).shape
-        if tensor.shape != expected:
+        tensor, parameter = self.source.tensor(stored), self.model.get_parameter(name)
+        if tensor.shape != parameter.shape:
             raise SourceError(
                 f"{self.source.name}: tensor {stored} has shape {list(tensor.shape)}, the config "
-                f"asks for {list(expected)}"
+                f"asks for {list(parameter.shape)}"
             )
-        return tensor.to(self.device, self.dtype)
+        # Some models keep a few parameters in float32, whatever they compute in.
+        return tensor.to(self.device, parameter.dtype)
 
     def _set(self, name: str, value: Tensor) -> None:
         owner_name, _, leaf = name.rpartition(".")

@@ -102,10 +102,13 @@ class Checkpoint:
     def weight(self, module: str) -> QuantizedWeight:
         """Return the quantized linear layer `module` (a name from `quantized`)."""
         bias, input_scale = f"{module}.bias", f"{module}.input_scale"
+        spec, codes = self.scheme.weights, self.tensor(f"{module}.weight")
+        # Some tools store one scale as a scalar.
+        scale = self.tensor(f"{module}.weight_scale").float()
         return QuantizedWeight(
-            codes=self.tensor(f"{module}.weight"),
-            scale=self.tensor(f"{module}.weight_scale").float(),
-            spec=self.scheme.weights,
+            codes=codes,
+            scale=scale.reshape(spec.scale_shape(*codes.shape)),
+            spec=spec,
             bias=self.tensor(bias) if bias in self else None,
             input_scale=self.tensor(input_scale).float().reshape(1)
             if input_scale in self

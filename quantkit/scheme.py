@@ -66,6 +66,9 @@ class QuantSpec:
             raise RecipeError(f"unknown format {self.format!r}{hint}; known: {', '.join(FORMATS)}")
         _require(self.granularity, Granularity.GROUP, "group_size", self.group_size)
         _require(self.granularity, Granularity.BLOCK, "block_shape", self.block_shape)
+        sizes = [size for size in (self.group_size, *(self.block_shape or ())) if size is not None]
+        if any(size < 1 for size in sizes):
+            raise RecipeError(f"group_size and block_shape must be above 0, got {sizes}")
 
     @property
     def fmt(self) -> Format:
@@ -129,12 +132,19 @@ class QuantSpec:
             ) from None
         group = config.get("group_size") if granularity is Granularity.GROUP else None
         block = config.get("block_structure") if granularity is Granularity.BLOCK else None
-        return cls(
-            granularity=granularity,
-            dynamic=bool(config.get("dynamic", False)),
-            group_size=group,
-            block_shape=(int(block[0]), int(block[1])) if block else None,
-        )
+        try:
+            rows, columns = block or (0, 0)
+            return cls(
+                granularity=granularity,
+                dynamic=bool(config.get("dynamic", False)),
+                group_size=group,
+                block_shape=(int(rows), int(columns)) if block else None,
+            )
+        except (RecipeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"quantization_config has strategy {granularity.value!r} with group_size={group}, "
+                f"block_structure={block}: {error}"
+            ) from None
 
 
 def _require(actual: Granularity, owner: Granularity, name: str, value: object) -> None:

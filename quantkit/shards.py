@@ -66,7 +66,7 @@ class ShardReader:
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{path} has no weight_map; download the index again")
         for name, file in weight_map.items():
-            if Path(file).name != file:
+            if not isinstance(file, str) or Path(file).name != file:
                 raise CheckpointError(f"{path} maps tensor {name} to {file!r}, outside the folder")
         return weight_map
 

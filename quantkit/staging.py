@@ -61,7 +61,12 @@ class StagedFolder:
         if self.destination.exists():
             shutil.rmtree(previous, ignore_errors=True)
             self.destination.rename(previous)
-        self.path.rename(self.destination)
+        try:
+            self.path.rename(self.destination)
+        except OSError:
+            if previous.exists():
+                previous.rename(self.destination)
+            raise
         shutil.rmtree(previous, ignore_errors=True)
         return self.destination
 

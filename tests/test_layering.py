@@ -1,0 +1,129 @@
+"""The direction of imports: the runtime never sees calibration, nor calibration the runtime."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SHARED = ("errors", "numerics", "scheme", "shards", "staging", "checkpoint")
+OPS = ("ops", "attention_ops")
+RUNTIME = ("errors", "numerics", "scheme", "shards", "checkpoint", *OPS, "runtime")
+EVERYTHING = (*SHARED, "calibrate", *OPS, "runtime", "speculative", "export", "evaluate", "cli")
+
+HEAVY = {"transformers", "datasets", "accelerate", "gguf", "huggingface_hub"}
+
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "numerics": ("errors",),
+    "scheme": ("errors", "numerics"),
+    "shards": ("errors",),
+    "staging": ("errors",),
+    "checkpoint": ("errors", "numerics", "scheme", "shards"),
+    "calibrate": (*SHARED, "calibrate"),
+    "ops": ("errors", "numerics", "ops"),
+    "attention_ops": ("errors", "numerics", "ops"),
+    "runtime": RUNTIME,
+    "speculative": (*RUNTIME, "speculative"),
+    "export": (*SHARED, "calibrate", *OPS, "runtime", "export"),
+    "evaluate": (*SHARED, "calibrate", *OPS, "runtime", "evaluate"),
+    "cli": (*EVERYTHING, "__init__"),
+    "__main__": ("cli",),
+    "__init__": EVERYTHING,  # lazily, see the test of what importing loads
+}
+"""What the modules below quantkit.X may import, each an X of its own. A new edge is a decision."""
+
+
+def source_files() -> list[Path]:
+    """Files of the package; calibrate/ under its own folder, not through the link."""
+    package = [
+        path
+        for path in sorted((ROOT / "quantkit").rglob("*.py"))
+        if path.relative_to(ROOT / "quantkit").parts[0] != "calibrate"
+    ]
+    return package + sorted((ROOT / "calibrate").rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    """Return X of quantkit.X for a file."""
+    first, *rest = path.relative_to(ROOT).parts
+    return "calibrate" if first == "calibrate" else Path(rest[0]).stem
+
+
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    """Yield all imported module names, those inside functions too, and none for type checkers."""
+    for node in ast.iter_child_nodes(tree):
+        match node:
+            case ast.Import():
+                yield from (alias.name for alias in node.names)
+            case ast.ImportFrom():
+                assert node.level == 0, f"line {node.lineno}: relative import"
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            case ast.If() if "TYPE_CHECKING" in ast.unparse(node.test):
+                yield from imported_modules(ast.Module(node.orelse, type_ignores=[]))
+            case _:
+                yield from imported_modules(node)
+
+
+def parts_imported_by(path: Path) -> set[str]:
+    names = imported_modules(ast.parse(path.read_text(encoding="utf-8")))
+    parts = {name.split(".")[1] for name in names if name.startswith("quantkit.")}
+    modules = {part_of(file) for file in source_files()}
+    # `from quantkit import load_fp8` goes through the package's own __init__.
+    return {part if part in modules else "__init__" for part in parts}
+
+
+@pytest.mark.parametrize("path", source_files(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_in_the_allowed_directions(path: Path) -> None:
+    part = part_of(path)
+    assert part in ALLOWED, f"quantkit.{part} is new: decide what it may import, in ALLOWED"
+    new = parts_imported_by(path) - set(ALLOWED[part])
+    assert not new, f"{path.relative_to(ROOT)} imports {sorted(new)} of quantkit"
+
+
+def test_the_walk_sees_imports_in_functions_and_not_those_for_type_checkers() -> None:
+    tree = ast.parse(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    import hidden\nelse:\n    import seen\n"
+        "def f():\n    try:\n        from a.b import c\n    except ImportError:\n        import d\n"
+    )
+    assert set(imported_modules(tree)) == {"typing.TYPE_CHECKING", "seen", "a.b.c", "d"}
+
+
+def test_calibrate_is_the_top_level_folder_under_one_name() -> None:
+    module = importlib.import_module("quantkit.calibrate")
+    assert module.__file__ is not None
+    assert Path(module.__file__).resolve().parent == ROOT / "calibrate"
+    assert (ROOT / "quantkit" / "calibrate").is_symlink()
+    assert (ROOT / "quantkit" / "calibrate").readlink() == Path("../calibrate")
+
+
+@pytest.mark.parametrize("folder", ["quantkit", "calibrate", "examples", "tests"])
+def test_no_file_imports_calibrate_under_another_name(folder: str) -> None:
+    for path in (ROOT / folder).rglob("*.py"):
+        names = set(imported_modules(ast.parse(path.read_text(encoding="utf-8"))))
+        wrong = [name for name in names if name.split(".")[0] == "calibrate"]
+        assert not wrong, f"{path.relative_to(ROOT)} imports {wrong}; say quantkit.calibrate"
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("quantkit", {"torch", *HEAVY}),
+        ("quantkit.cli.main", {"torch", *HEAVY}),
+        ("quantkit.calibrate", HEAVY),
+        ("quantkit.runtime.model", {*HEAVY, "quantkit.calibrate"}),
+    ],
+)
+def test_importing_loads_no_library_before_it_is_needed(module: str, absent: set[str]) -> None:
+    script = f"import sys, {module}; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert not absent & set(result.stdout.split())
