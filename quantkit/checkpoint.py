@@ -219,15 +219,16 @@ def cached_layers(config: Mapping[str, Any]) -> list[int]:
     """Return the numbers of the decoder layers that keep keys and values.
 
     Hybrid models name the kind of each layer in `layer_types`; convolution and linear-attention
-    layers have a state, not a KV cache.
+    layers have a state, not a KV cache. The last `num_kv_shared_layers` read what earlier layers
+    cached.
     """
     text = config.get("text_config") or config
-    kinds = text.get("layer_types")
-    if kinds:
-        attention = {"full_attention", "sliding_attention", "chunked_attention"}
-        return [number for number, kind in enumerate(kinds) if kind in attention]
-    count = text.get("num_hidden_layers") or text.get("n_layer") or text.get("num_layers") or 0
-    return list(range(int(count)))
+    names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    count = next((int(text[name]) for name in names if text.get(name)), 0)
+    kinds = text.get("layer_types") or ["full_attention"] * count
+    attention = {"full_attention", "sliding_attention", "chunked_attention"}
+    own = len(kinds) - (text.get("num_kv_shared_layers") or 0)
+    return [number for number, kind in enumerate(kinds[:own]) if kind in attention]
 
 
 def open_checkpoint(path: str | Path, kv: bool = True) -> Checkpoint:

@@ -74,7 +74,22 @@ def decode(codes: Tensor, fmt: Format) -> Tensor:
         raise UnsupportedError(f"{fmt.name} codes are stored as {fmt.dtype}, got {codes.dtype}")
     if fmt is E3M4:
         return _e3m4_values().to(codes.device)[codes.int()]
-    return codes.float()
+    return _decode_by_bits(codes, fmt) if codes.device.type == "cpu" else codes.float()
+
+
+def _decode_by_bits(codes: Tensor, fmt: Format) -> Tensor:
+    """Decode E4M3 or E5M2 by moving their bits into a float16, exactly.
+
+    Same values as `codes.float()`, which takes ten times as long on CPU.
+    """
+    shifted = codes.view(torch.int8).to(torch.int16) << (10 - fmt.mantissa_bits)
+    if fmt is E5M2:
+        return shifted.view(torch.float16).float()  # E5M2 is the upper half of a float16
+    # The exponents' biases differ by 8. Bit 14 is a copy of the sign, from widening to 16 bits.
+    values = (shifted & ~0x4000).view(torch.float16).float().mul_(256.0)
+    if values.numel() and max(-values.amin().item(), values.amax().item()) > fmt.max:
+        values[values.abs() > fmt.max] = torch.nan  # 0x7f and 0xff
+    return values
 
 
 def _encode_e3m4(x: Tensor) -> Tensor:

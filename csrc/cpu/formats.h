@@ -1,0 +1,75 @@
+// The three 8-bit weight formats, as the kernels need them. Definitions: quantkit/numerics.py.
+//
+// Vector decode: a code's sign, exponent and mantissa, moved into the places of a float16, are the
+// float16 of  value * 2^-(15 - bias), exactly, for every finite code including subnormals:
+//   ((code & 0x80) << 8) | ((code & 0x7F) << (8 - kHalfShift))
+// and kHalfFactor undoes the power of two, at the end of a dot product. Codes whose magnitude is at
+// least kFirstSpecial are NaN or infinity in the format but finite in that float16; kernels detect
+// them by magnitude. E5M2 has the exponent of float16, so nothing is special there.
+#pragma once
+
+#include <cstdint>
+
+namespace quantkit {
+
+enum class WeightFormat { kE4M3, kE5M2, kE3M4 };
+
+constexpr int kNoSpecial = 0x80;
+
+struct E4M3 {
+  static constexpr int kExponentBits = 4;
+  static constexpr int kHalfShift = 1;
+  static constexpr int kHalfMask = 0xBF80;
+  static constexpr float kHalfFactor = 256.0f;
+  static constexpr int kFirstSpecial = 0x7F;
+};
+
+struct E5M2 {
+  static constexpr int kExponentBits = 5;
+  static constexpr int kHalfShift = 0;
+  static constexpr int kHalfMask = 0xFF00;
+  static constexpr float kHalfFactor = 1.0f;
+  static constexpr int kFirstSpecial = kNoSpecial;
+};
+
+struct E3M4 {
+  static constexpr int kExponentBits = 3;
+  static constexpr int kHalfShift = 2;
+  static constexpr int kHalfMask = 0x9FC0;
+  static constexpr float kHalfFactor = 4096.0f;
+  static constexpr int kFirstSpecial = 0x70;
+};
+
+// Values of all 256 codes, from the definition of the format.
+template <class Format>
+struct DecodeTable {
+  float value[256];
+
+  constexpr DecodeTable() : value() {
+    constexpr int kMantissaBits = 7 - Format::kExponentBits;
+    constexpr int kBias = (1 << (Format::kExponentBits - 1)) - 1;
+    constexpr int kTopExponent = (1 << Format::kExponentBits) - 1;
+    constexpr bool kIeee = Format::kExponentBits != 4;  // E4M3 spends its top exponent on numbers
+    for (int code = 0; code < 256; ++code) {
+      const int exponent = (code & 0x7F) >> kMantissaBits;
+      const int mantissa = code & ((1 << kMantissaBits) - 1);
+      const int significand = exponent == 0 ? mantissa : mantissa + (1 << kMantissaBits);
+      float magnitude = static_cast<float>(significand);
+      for (int e = (exponent == 0 ? 1 : exponent) - kBias - kMantissaBits; e < 0; ++e) {
+        magnitude *= 0.5f;
+      }
+      for (int e = exponent - kBias - kMantissaBits; e > 0; --e) magnitude *= 2.0f;
+      if (kIeee && exponent == kTopExponent) {
+        magnitude = mantissa == 0 ? __builtin_inff() : __builtin_nanf("");
+      } else if (!kIeee && (code & 0x7F) == 0x7F) {
+        magnitude = __builtin_nanf("");
+      }
+      value[code] = code < 0x80 ? magnitude : -magnitude;
+    }
+  }
+};
+
+template <class Format>
+inline constexpr DecodeTable<Format> kDecodeTable{};
+
+}  // namespace quantkit

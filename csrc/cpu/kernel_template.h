@@ -1,0 +1,36 @@
+// The kernels, written once over an instruction set `Isa` and compiled once per instruction set.
+//
+// Include this only from kernels_<isa>.cpp, after that file's target pragma: everything here is in
+// an unnamed namespace, and calls no standard library template, so that no code built for a wide
+// instruction set can be merged by the linker into a narrow one.
+//
+// Isa provides
+//   kLanes, kColumns      floats in a vector; weights decoded at a time (kColumns = parts * kLanes)
+//   kMaxBatch             most rows of x whose sums fit in registers
+//   weight_rows(batch)    weight rows taken at a time with that many rows of x; divides
+//   kRowsPerUnit Lanes                 a vector of floats: zero, load, store, fma, broadcast, sum
+//   Codes<Format>         kColumns decoded weights: load, load_some, part(i) in float32 times
+//                         1 / kFactor; Peak to notice codes from kFirstSpecial on
+//   pack(x, packed)       kColumns values of x, as float32, in the column order of part(0),
+//   part(1).. slot(column)          where pack puts a column dequantize<Format>    kColumns codes
+//   to values in natural order
+//
+// Order of summation. For one output the sum runs over groups of columns, chunks of kColumns and
+// parts, into one vector accumulator with fma; the lanes are added last. Batch and blocking appear
+// nowhere in that order: row i of the result is the same bits whatever other rows are computed.
+#pragma once
+
+#include "kernel_dequantize.h"
+#include "kernel_linear.h"
+#include "kernel_pack.h"
+
+namespace quantkit {
+namespace {
+
+template <class Isa>
+constexpr KernelSet kKernels{
+    Isa::kMaxBatch, packed_size<Isa>, pack<Isa>, linear<Isa>, gated_linear<Isa>, dequantize<Isa>,
+};
+
+}  // namespace
+}  // namespace quantkit

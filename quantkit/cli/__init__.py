@@ -1,0 +1,1 @@
+"""The `quantkit` command: one file per subcommand, joined in `main`."""

@@ -1,0 +1,129 @@
+"""`quantkit generate`: continue a prompt, or answer it, on standard output."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantkit.cli.console import note, quiet_transformers, write
+from quantkit.errors import GenerationError
+
+if TYPE_CHECKING:
+    from quantkit.runtime.model import Fp8Model
+    from quantkit.runtime.params import SamplingParams
+    from quantkit.runtime.stats import Stats
+
+
+def generate(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="A quantized checkpoint.")],
+    prompt: Annotated[
+        str | None, typer.Option(help="The prompt; without it, standard input.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Answer the prompt as a chat message.")
+    ] = False,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens to write.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the K likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the likeliest tokens of total mass P.")
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Drop tokens below P times the likeliest one.")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1, make tokens seen before less likely.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Make sampling repeatable.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(metavar="TEXT", help="End before TEXT; may be repeated.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Report tokens and speed on standard error.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of the text.")
+    ] = False,
+) -> None:
+    """Continue a prompt, or answer it with --chat.
+
+    What is not given is as the checkpoint's generation_config.json says.
+    """
+    from quantkit.runtime.params import SamplingParams
+
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop,
+    )
+    text = _read_stdin() if prompt is None else prompt
+    # Loading torch takes seconds; what can be refused without it has been.
+    from quantkit.runtime.model import load_fp8
+
+    model = load_fp8(checkpoint, device=device, threads=threads)
+    quiet_transformers()
+    ids = model.encode_chat([{"role": "user", "content": text}]) if chat else model.encode(text)
+    if as_json:
+        _print_json(model, text, ids, params)
+    else:
+        _print_stream(model, ids, params)
+    if stats:
+        note(_summary(model.stats))
+
+
+def _print_json(model: Fp8Model, prompt: str, ids: list[int], params: SamplingParams) -> None:
+    completion = model.generate_ids([ids], params)[0]
+    result = {
+        "prompt": prompt,
+        "text": completion.text,
+        "ids": completion.ids,
+        "finish_reason": completion.finish_reason,
+        "stats": completion.stats.to_dict(),
+    }
+    write(json.dumps(result, ensure_ascii=False) + "\n")
+
+
+def _print_stream(model: Fp8Model, ids: list[int], params: SamplingParams) -> None:
+    for piece in model.stream(ids, params):
+        write(piece)
+    write("\n")
+
+
+def _read_stdin() -> str:
+    """Return the prompt on standard input, without the line end that echo adds."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise GenerationError("no prompt; give --prompt TEXT or pipe it to standard input")
+    try:
+        text = sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise GenerationError(
+            f"standard input is not UTF-8 text (byte {error.object[error.start]:#x} at offset "
+            f"{error.start}); convert it, or give --prompt TEXT"
+        ) from None
+    return text.removesuffix("\n")
+
+
+def _summary(stats: Stats) -> str:
+    """Return the counters as one line for people."""
+    parts = [f"prompt {stats.prompt_tokens} tokens"]
+    if stats.prefill_tokens_per_second is not None:
+        parts[-1] += f" ({stats.prefill_tokens_per_second:.1f} tokens/s)"
+    parts.append(f"new {stats.new_tokens} tokens")
+    if stats.tokens_per_second is not None:
+        parts[-1] += f" ({stats.tokens_per_second:.1f} tokens/s)"
+    if stats.time_to_first_token is not None:
+        parts.append(f"first token after {stats.time_to_first_token:.3f} s")
+    if stats.seed is not None:
+        parts.append(f"seed {stats.seed}")
+    return ", ".join(parts)

@@ -1,0 +1,1 @@
+"""The inference side: load a quantized checkpoint and run it. Never imports calibration."""

@@ -1,0 +1,204 @@
+"""Which models the decoder can run, and the numbers it needs to know about each.
+
+A table maps `model_type` to what is particular about a family; ModelShape adds the sizes from the
+config. What is not in the table, or sets an option the decoder does not have, raises
+UnsupportedError here, and is then run through transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CheckpointError, UnsupportedError
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""Names of `hidden_act` in configs, and ours."""
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary embeddings whose frequencies do not depend on the length of the sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a model_type does beside the plain Llama decoder."""
+
+    qkv_bias: bool = False  # q, k and v have biases whatever the config says
+    bias_options: bool = False  # attention_bias and mlp_bias of the config count
+    qk_norm: bool = False  # RMS norm over each head of q and k, before the rotary embedding
+    window_everywhere: bool = False  # sliding_window counts in all layers, not by layer_types
+
+
+FAMILIES = {
+    "llama": Family(bias_options=True),
+    "mistral": Family(window_everywhere=True),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(bias_options=True, qk_norm=True),
+    "smollm3": Family(bias_options=True),
+}
+
+_KNOWN_OPTIONS = frozenset(
+    (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+        "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+        "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache",
+        "pad_token_id", "bos_token_id", "eos_token_id", "pretraining_tp", "tie_word_embeddings",
+        "rope_parameters", "attention_bias", "attention_dropout", "mlp_bias",
+        "use_sliding_window", "sliding_window", "max_window_layers", "layer_types",
+        "no_rope_layers", "no_rope_layer_interval",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes and options of one model, as the decoder needs them."""
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int  # tokens
+    norm_eps: float
+    activation: str  # a value of ACTIVATIONS
+    tied: bool  # the output head is the embedding
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    windows: tuple[int | None, ...]  # per layer; tokens a query sees, itself included
+    rotary: tuple[bool, ...]  # per layer; False leaves positions out of attention
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.windows)
+
+    @property
+    def query_size(self) -> int:
+        """Rows of q_proj."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Rows of k_proj, and of v_proj."""
+        return self.num_kv_heads * self.head_dim
+
+
+def parse_config(config: Mapping[str, Any]) -> Any:
+    """Return the transformers config object for the contents of a config.json.
+
+    It fills in the defaults that old files leave out. Raises UnsupportedError for a model_type
+    that the installed transformers does not know.
+    """
+    import transformers
+    from transformers import CONFIG_MAPPING
+
+    model_type = config.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedError(
+            f"config.json has model_type {model_type!r}, which transformers "
+            f"{transformers.__version__} does not know; a newer one may"
+        )
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(plain)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"config.json is not a valid {model_type} config: {error}") from None
+
+
+def model_shape(config: Any) -> ModelShape:
+    """Return the shape of the model that a transformers config describes.
+
+    Raises UnsupportedError, saying which option, when the decoder cannot run it.
+    """
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise UnsupportedError(f"model_type {config.model_type!r} has no entry in the table")
+    unknown = sorted(set(type(config).__annotations__) - _KNOWN_OPTIONS)
+    if unknown:
+        raise UnsupportedError(f"option {unknown[0]!r} of {config.model_type} is not known")
+    if config.hidden_act not in ACTIVATIONS:
+        raise UnsupportedError(f"hidden_act {config.hidden_act!r} is not known")
+    _check_rope(config.rope_parameters)
+    attention_bias = family.bias_options and bool(getattr(config, "attention_bias", False))
+    return ModelShape(
+        model_type=config.model_type,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=_head_dim(config),
+        max_context=config.max_position_embeddings,
+        norm_eps=config.rms_norm_eps,
+        activation=ACTIVATIONS[config.hidden_act],
+        tied=bool(config.tie_word_embeddings),
+        qkv_bias=family.qkv_bias or attention_bias,
+        out_bias=attention_bias,
+        mlp_bias=family.bias_options and bool(getattr(config, "mlp_bias", False)),
+        qk_norm=family.qk_norm,
+        windows=_windows(config, family),
+        rotary=_rotary_layers(config),
+    )
+
+
+def rotary_frequencies(config: Any) -> tuple[Tensor, float]:
+    """Return the rotation per position of each pair, and the factor on cos and sin.
+
+    Shapes: float32 [head_dim / 2], radians.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = config.rope_parameters["rope_type"]
+    if kind == "default":
+        head_dim = _head_dim(config)
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config)
+    return frequencies, float(factor)
+
+
+def _head_dim(config: Any) -> int:
+    explicit = getattr(config, "head_dim", None)
+    return int(explicit or config.hidden_size // config.num_attention_heads)
+
+
+def _check_rope(parameters: Mapping[str, Any]) -> None:
+    kind = parameters.get("rope_type")
+    if kind not in ROPE_TYPES:
+        raise UnsupportedError(f"rope_type {kind!r} is not known")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UnsupportedError("partial_rotary_factor is not known")
+
+
+def _windows(config: Any, family: Family) -> tuple[int | None, ...]:
+    window: int | None = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    kinds = getattr(config, "layer_types", None)
+    if family.window_everywhere or window is None or not kinds:
+        everywhere = window if family.window_everywhere else None
+        return (everywhere,) * int(config.num_hidden_layers)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _rotary_layers(config: Any) -> tuple[bool, ...]:
+    flags = getattr(config, "no_rope_layers", None)  # 1 where rotary is *used*
+    if not flags:
+        return (True,) * int(config.num_hidden_layers)
+    return tuple(bool(flag) for flag in flags)

@@ -1,0 +1,196 @@
+"""The paged KV cache: who owns which block, and the tensors the blocks live in.
+
+All layers share one block table per sequence. Keys and values are E4M3 codes with static scales
+per layer, or plain values. What prefill, decode and verification read is the same stored data, so
+rolling back tokens is setting a length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from quantkit.attention_ops import kv_append, paged_attention
+from quantkit.errors import CheckpointError, GenerationError
+from quantkit.numerics import E4M3
+
+BLOCK_SIZE = 16
+"""Tokens per block: small enough to waste little, large enough for one gather per block."""
+
+Scales = tuple[Tensor, Tensor]
+"""k_scale and v_scale of one layer, float32 [1] or [num_kv_heads]."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """What one token takes in each layer."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype  # of stored values; with scales it is always E4M3
+    device: torch.device
+    scales: tuple[Scales, ...] | None = None  # one entry per layer
+
+    def __post_init__(self) -> None:
+        """Raise CheckpointError unless there is one scale, or one per KV head, in each layer."""
+        for layer, pair in enumerate(self.scales or ()):
+            for name, scale in zip(("k_scale", "v_scale"), pair, strict=True):
+                if scale.numel() not in (1, self.num_kv_heads):
+                    raise CheckpointError(
+                        f"{name} of layer {layer} has {scale.numel()} elements, expected 1 or "
+                        f"{self.num_kv_heads} (KV heads)"
+                    )
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStep:
+    """Where the tokens of one forward pass go, and what they see; the same for every layer."""
+
+    sequences: tuple[int, ...]
+    new_lengths: tuple[int, ...]  # after this step, per entry of `sequences`
+    positions: Tensor  # int64 [num_tokens], within each sequence
+    slots: Tensor  # int64 [num_tokens], rows of the flattened cache
+    block_tables: Tensor  # int32 [num_sequences, max_blocks]
+    lengths: Tensor  # int32 [num_sequences], new_lengths
+    query_starts: Tensor  # int32 [num_sequences + 1]
+    last_rows: Tensor  # int64 [num_sequences], the last token of each sequence
+
+
+class PagedCache:
+    """Keys and values of several sequences in blocks of BLOCK_SIZE tokens."""
+
+    def __init__(self, layout: CacheLayout, num_sequences: int, max_tokens: int) -> None:
+        self.layout = layout
+        self._lengths = [0] * num_sequences
+        blocks_each = max(1, ceil(max_tokens / BLOCK_SIZE))
+        self._owned: list[list[int]] = [[] for _ in range(num_sequences)]
+        self._tables = torch.zeros(num_sequences, blocks_each, dtype=torch.int32)
+        self.num_blocks = num_sequences * blocks_each
+        # Popped from the end, so that a sequence alone gets ascending, adjacent blocks.
+        self._free = list(range(self.num_blocks - 1, -1, -1))
+        self._keys = [self._new_blocks(self.num_blocks) for _ in range(layout.num_layers)]
+        self._values = [self._new_blocks(self.num_blocks) for _ in range(layout.num_layers)]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens stored per sequence."""
+        return list(self._lengths)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence owns."""
+        return len(self._free)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget every token of `sequence` from position `length` on; its blocks stay its own."""
+        stored = self._lengths[sequence]
+        if not 0 <= length <= stored:
+            raise GenerationError(
+                f"sequence {sequence} holds {stored} tokens and cannot be truncated to {length}"
+            )
+        self._lengths[sequence] = length
+
+    def release(self, sequence: int) -> None:
+        """Forget `sequence` and free its blocks; it may be used again."""
+        self._lengths[sequence] = 0
+        self._free.extend(reversed(self._owned[sequence]))
+        self._owned[sequence] = []
+
+    def plan(self, sequences: Sequence[int], num_new_tokens: Sequence[int]) -> CacheStep:
+        """Reserve blocks for new tokens and return where they go; lengths stay until `commit`."""
+        past = [self._lengths[sequence] for sequence in sequences]
+        totals = [old + new for old, new in zip(past, num_new_tokens, strict=True)]
+        for sequence, total in zip(sequences, totals, strict=True):
+            self._reserve(sequence, ceil(total / BLOCK_SIZE))
+        positions = torch.cat(
+            [torch.arange(old, total) for old, total in zip(past, totals, strict=True)]
+        )
+        tables = self._tables[list(sequences), : ceil(max(totals) / BLOCK_SIZE)]
+        counts = torch.tensor(num_new_tokens)
+        owner = torch.repeat_interleave(torch.arange(len(totals)), counts)
+        blocks = tables[owner, positions // BLOCK_SIZE].long()
+        ends = counts.cumsum(0)
+        device = self.layout.device
+        return CacheStep(
+            sequences=tuple(sequences),
+            new_lengths=tuple(totals),
+            positions=positions.to(device),
+            slots=(blocks * BLOCK_SIZE + positions % BLOCK_SIZE).to(device),
+            block_tables=tables.to(device),
+            lengths=torch.tensor(totals, dtype=torch.int32, device=device),
+            query_starts=torch.nn.functional.pad(ends, (1, 0)).to(device, torch.int32),
+            last_rows=(ends - 1).to(device),
+        )
+
+    def commit(self, step: CacheStep) -> None:
+        """Make the tokens of a step, now written in every layer, part of their sequences."""
+        for sequence, length in zip(step.sequences, step.new_lengths, strict=True):
+            self._lengths[sequence] = length
+
+    def append(self, layer: int, key: Tensor, value: Tensor, step: CacheStep) -> None:
+        """Store the new tokens of one layer. Shapes: [num_tokens, num_kv_heads, head_dim]."""
+        k_scale, v_scale = self._scales(layer)
+        keys, values = self._keys[layer], self._values[layer]
+        kv_append(key, value, keys, values, k_scale, v_scale, step.slots)
+
+    def attend(
+        self, layer: int, query: Tensor, step: CacheStep, scale: float, window: int | None
+    ) -> Tensor:
+        """Attend to everything stored, the tokens of `step` included.
+
+        Shapes: query [num_tokens, heads, head_dim] -> the same.
+        """
+        k_scale, v_scale = self._scales(layer)
+        return paged_attention(
+            query,
+            self._keys[layer],
+            self._values[layer],
+            k_scale,
+            v_scale,
+            step.block_tables,
+            step.lengths,
+            step.query_starts,
+            scale,
+            window,
+        )
+
+    def _scales(self, layer: int) -> Scales | tuple[None, None]:
+        return self.layout.scales[layer] if self.layout.scales else (None, None)
+
+    def _new_blocks(self, count: int) -> Tensor:
+        layout = self.layout
+        return torch.empty(
+            (count, BLOCK_SIZE, layout.num_kv_heads, layout.head_dim),
+            dtype=E4M3.dtype if layout.scales else layout.dtype,
+            device=layout.device,
+        )
+
+    def _reserve(self, sequence: int, num_blocks: int) -> None:
+        owned = self._owned[sequence]
+        missing = num_blocks - len(owned)
+        if missing <= 0:
+            return
+        if missing > len(self._free):
+            self._grow(missing - len(self._free))
+        if num_blocks > self._tables.shape[1]:
+            wider = max(num_blocks, 2 * self._tables.shape[1]) - self._tables.shape[1]
+            self._tables = torch.nn.functional.pad(self._tables, (0, wider))
+        new = [self._free.pop() for _ in range(missing)]
+        self._tables[sequence, len(owned) : num_blocks] = torch.tensor(new, dtype=torch.int32)
+        owned.extend(new)
+
+    def _grow(self, missing: int) -> None:
+        """Add blocks, at least doubling, so that the cost of copying stays in proportion."""
+        added = max(missing, self.num_blocks)
+        for stored in (self._keys, self._values):
+            for layer, blocks in enumerate(stored):
+                grown = self._new_blocks(self.num_blocks + added)
+                grown[: self.num_blocks] = blocks
+                stored[layer] = grown
+        self._free[:0] = range(self.num_blocks + added - 1, self.num_blocks - 1, -1)
+        self.num_blocks += added

@@ -1,0 +1,181 @@
+"""The layers a decoder is made of: FP8 and plain linears, the gated MLP, input quantization.
+
+Layers that read one input (q/k/v, gate/up) are stacked by rows into one. Nothing here knows the
+names of tensors or the order of layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit import ops
+from quantkit.checkpoint import QuantizedWeight
+from quantkit.errors import CheckpointError
+from quantkit.numerics import amax_to_scale, fake_quantize, tile_amax
+from quantkit.scheme import QuantSpec
+
+
+class Linear(Protocol):
+    """Rows in, rows out. `gated` is for a stack of gate and up: `act(gate) * up`."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Shapes: [num_tokens, in_features] -> [num_tokens, out_features]."""
+        ...
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """Shapes: [num_tokens, in_features] -> [num_tokens, out_features / 2]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class InputQuantizer:
+    """Round the inputs of a linear to 8 bits, as an engine with 8-bit matmuls does.
+
+    `scale` is float32 [1] when the spec is static, otherwise None. A dynamic spec takes its scale
+    from each token or group; with granularity *tensor* it would depend on the other rows of the
+    batch, so there every token is scaled on its own too.
+    """
+
+    spec: QuantSpec
+    scale: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return what is left of x. Shapes: [num_tokens, in_features], dtype of x."""
+        if self.scale is not None:
+            whole = (x.shape[0], x.shape[1])
+            return fake_quantize(x, self.scale.view(1, 1), self.spec.fmt, whole)
+        tile = (1, self.spec.group_size or x.shape[1])
+        scale = amax_to_scale(tile_amax(x, tile), self.spec.fmt)
+        return fake_quantize(x, scale, self.spec.fmt, tile)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Linear:
+    """`y = x @ (codes * scale).T + bias`, the weight decoded inside the kernel.
+
+    Shapes: codes [out_features, in_features]; scale float32 [out_features, groups], a group being
+    `group_size` columns; bias [out_features] or None.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    group_size: int
+    bias: Tensor | None = None
+    inputs: InputQuantizer | None = None
+
+    @classmethod
+    def stack(cls, weights: Sequence[QuantizedWeight], inputs: QuantSpec | None) -> Fp8Linear:
+        """Stack layers that read the same input; `inputs` says how to quantize it, if at all.
+
+        A single layer stays in its file's memory, several are copied into one.
+        """
+        scales, group_sizes = zip(*(weight.row_scales() for weight in weights), strict=True)
+        if len(set(group_sizes)) > 1:
+            raise CheckpointError(f"layers with group sizes {group_sizes} cannot be stacked")
+        return cls(
+            codes=_stack_rows([weight.codes for weight in weights]),
+            scale=_stack_rows(scales),
+            group_size=group_sizes[0],
+            bias=_stack_biases(weights),
+            inputs=_input_quantizer(weights, inputs),
+        )
+
+    def to(self, device: torch.device) -> Fp8Linear:
+        """Return the same layer on another device."""
+        bias = None if self.bias is None else self.bias.to(device)
+        inputs = self.inputs
+        if inputs is not None and inputs.scale is not None:
+            inputs = InputQuantizer(inputs.spec, inputs.scale.to(device))
+        codes, scale = self.codes.to(device), self.scale.to(device)
+        return Fp8Linear(codes, scale, self.group_size, bias, inputs)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return y. Shapes: [num_tokens, in_features] -> [num_tokens, out_features]."""
+        x = x if self.inputs is None else self.inputs(x)
+        return ops.fp8_linear(x, self.codes, self.scale, self.bias, self.group_size)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """Return act(gate) * up, the first half of the rows being gate."""
+        x = x if self.inputs is None else self.inputs(x)
+        return ops.fp8_gated_linear(
+            x, self.codes, self.scale, self.bias, self.group_size, activation
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLinear:
+    """`y = x @ weight.T + bias` for layers that were left unquantized.
+
+    Shapes: weight [out_features, in_features], bias [out_features] or None, both in x's dtype.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return y. Shapes: [num_tokens, in_features] -> [num_tokens, out_features]."""
+        return F.linear(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """Return act(gate) * up, the first half of the rows being gate."""
+        gate, up = self(x).chunk(2, dim=-1)
+        return ops.ACTIVATIONS[activation](gate) * up
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMlp:
+    """`down(act(gate(x)) * up(x))`, gate and up stacked in one linear."""
+
+    gate_up: Linear
+    down: Linear
+    activation: str
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Shapes: [num_tokens, hidden] -> the same."""
+        return self.down(self.gate_up.gated(x, self.activation))
+
+
+def check_codes(name: str, codes: Tensor) -> None:
+    """Raise CheckpointError if any E4M3 code of tensor `name` is NaN (0x7f or 0xff)."""
+    magnitude = codes.view(torch.uint8) & 0x7F
+    if magnitude.numel() and int(magnitude.max()) == 0x7F:
+        row, column = (int(i) for i in (magnitude == 0x7F).nonzero()[0])
+        raise CheckpointError(
+            f"{name} has a NaN at [{row}, {column}]; the file is damaged, quantize the model again"
+        )
+
+
+def _stack_rows(parts: Sequence[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    if parts[0].dtype == torch.float8_e4m3fn:
+        return torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+    return torch.cat(list(parts))
+
+
+def _stack_biases(weights: Sequence[QuantizedWeight]) -> Tensor | None:
+    if all(weight.bias is None for weight in weights):
+        return None
+    parts = [
+        torch.zeros(weight.codes.shape[0]) if weight.bias is None else weight.bias
+        for weight in weights
+    ]
+    return torch.cat(parts)
+
+
+def _input_quantizer(
+    weights: Sequence[QuantizedWeight], spec: QuantSpec | None
+) -> InputQuantizer | None:
+    if spec is None:
+        return None
+    if spec.dynamic:
+        return InputQuantizer(spec)
+    scales = [weight.input_scale for weight in weights if weight.input_scale is not None]
+    # One input, one scale: the largest saturates nothing; engines that fuse layers take it too.
+    return InputQuantizer(spec, torch.cat(scales).amax().reshape(1))

@@ -1,0 +1,153 @@
+"""From a checkpoint folder to an engine: resolve the options, choose the decoder, read the weights.
+
+A model the decoder knows runs there; any other runs through transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from quantkit import ops
+from quantkit.checkpoint import Checkpoint, open_checkpoint
+from quantkit.errors import CheckpointError, UnsupportedError, nearest
+from quantkit.runtime.decoder import Decoder, Rotation
+from quantkit.runtime.engine import Engine
+from quantkit.runtime.families import model_shape, parse_config, rotary_frequencies
+from quantkit.runtime.weights import WeightReader
+from quantkit.scheme import QuantSpec
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+"""Dtypes of activations."""
+
+logger = logging.getLogger("quantkit")
+
+
+def load_engine(
+    path: str | Path,
+    device: str = "auto",
+    dtype: str = "auto",
+    kv: str = "auto",
+    activations: str = "auto",
+    threads: int | None = None,
+) -> Engine:
+    """Load a quantized checkpoint for inference.
+
+    Args:
+        path: folder that `calibrate` or `export` wrote.
+        device: "cpu", "cuda", "cuda:N", or "auto": CUDA if there is a GPU.
+        dtype: of activations and unquantized weights: "float32", "bfloat16", "float16", or "auto":
+            as the checkpoint's unquantized weights.
+        kv: "fp8" stores keys and values in 8 bits with the calibrated scales, "none" in `dtype`,
+            "auto" does what the checkpoint declares.
+        activations: "quantized" rounds the inputs of linears to 8 bits as the scheme declares,
+            "full" and "auto" leave them alone, which is at least as accurate.
+        threads: CPU threads of torch, for the whole process; None leaves them.
+
+    Raises CheckpointError, with the file or tensor, if the checkpoint is damaged or incomplete, and
+    UnsupportedError for an option or a model that quantkit cannot serve.
+    """
+    _check_option("kv", kv, ("auto", "fp8", "none"))
+    _check_option("activations", activations, ("auto", "full", "quantized"))
+    target = resolve_device(device)
+    if threads is not None:
+        _set_threads(threads)
+    checkpoint = open_checkpoint(path, kv=kv != "none")
+    if kv == "fp8" and checkpoint.scheme.kv is None:
+        raise CheckpointError(f"{path} has no KV scales; load with kv='none', or calibrate again")
+    _report_kernels()
+    inputs = _input_spec(checkpoint, activations)
+    reader = WeightReader(checkpoint, target, _resolve_dtype(checkpoint, dtype), inputs)
+    return _build(reader, quantize_kv=kv != "none" and checkpoint.scheme.kv is not None)
+
+
+def resolve_device(device: str) -> torch.device:
+    """Return the torch device for "auto", "cpu", "cuda" or "cuda:N"."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind = device.partition(":")[0]
+    _check_option("device", kind, ("auto", "cpu", "cuda"))
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UnsupportedError("device 'cuda' was asked for, and torch sees no GPU; use 'cpu'")
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise UnsupportedError(f"device {device!r} is not known; use cpu, cuda or cuda:N") from None
+
+
+def _build(reader: WeightReader, quantize_kv: bool) -> Engine:
+    config = parse_config(reader.checkpoint.config)
+    try:
+        shape = model_shape(config)
+    except UnsupportedError as reason:
+        from quantkit.runtime.transformers_engine import TransformersEngine
+
+        logger.warning("running the model through transformers, more slowly: %s", reason)
+        return TransformersEngine(reader, config, quantize_kv)
+    scales = reader.kv_scales(range(shape.num_layers)) if quantize_kv else None
+    frequencies, factor = rotary_frequencies(config)
+    return Decoder(reader, shape, Rotation(frequencies.to(reader.device), factor), scales)
+
+
+@lru_cache(maxsize=1)
+def _report_kernels() -> None:
+    """Say once per process if the compiled kernels are missing."""
+    if not ops.EXTENSION_LOADED:
+        logger.warning("the compiled kernels are not in use; the reference kernels are slow")
+
+
+def _set_threads(threads: int) -> None:
+    if threads < 1:
+        raise UnsupportedError(f"threads must be at least 1, got {threads}")
+    torch.set_num_threads(threads)
+
+
+def _input_spec(checkpoint: Checkpoint, activations: str) -> QuantSpec | None:
+    if activations != "quantized":
+        return None
+    if checkpoint.scheme.inputs is None:
+        raise UnsupportedError(
+            f"{checkpoint.path} quantizes weights only; load it with activations='auto'"
+        )
+    return checkpoint.scheme.inputs
+
+
+def _resolve_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
+    if dtype != "auto":
+        _check_option("dtype", dtype, ("auto", *DTYPES))
+        return DTYPES[dtype]
+    config = checkpoint.config
+    for level in (config, config.get("text_config") or {}):
+        stored = level.get("dtype") or level.get("torch_dtype")
+        if stored is not None:
+            name = str(stored).removeprefix("torch.")
+            if name not in DTYPES:
+                raise UnsupportedError(
+                    f"config.json has dtype {name!r}; choose one with dtype={'|'.join(DTYPES)}"
+                )
+            return DTYPES[name]
+    # Configs of old files do not say; their norms and embeddings do.
+    return checkpoint.tensor(_first_plain(checkpoint)).dtype
+
+
+def _first_plain(checkpoint: Checkpoint) -> str:
+    quantized = set(checkpoint.quantized)
+    return next(
+        name
+        for name in checkpoint.names
+        if name.endswith(".weight") and name.removesuffix(".weight") not in quantized
+    )
+
+
+def _check_option(option: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        hint = nearest(value, known)
+        raise UnsupportedError(f"{option} {value!r} is not known{hint}; use {', '.join(known)}")

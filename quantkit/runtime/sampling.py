@@ -1,0 +1,173 @@
+"""From logits to tokens: processors, filters, and the choice.
+
+The order is fixed, as in vLLM: repetition, frequency and presence penalty, logit bias,
+min_new_tokens; then, unless greedy, temperature, min-p, top-k, top-p. The token is
+`argmax(log p + gumbel(seed, sequence, position, token id))`, which is an exact draw from p (the
+Gumbel-max trick) and a pure function of the row: rows never influence each other, and verifying a
+draft at some position chooses what plain decoding chooses there. Greedy uses no noise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import GenerationError
+from quantkit.runtime.noise import gumbel, noise_keys
+from quantkit.runtime.params import ResolvedParams
+
+MIN_TEMPERATURE = 1e-30
+"""A smaller one would not be a normal float32; this one is greedy already, up to exact ties."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """What precedes one row of logits: which sequence, its prompt, and its new tokens so far."""
+
+    sequence: int
+    prompt: Sequence[int]
+    generated: Sequence[int]
+
+    @property
+    def position(self) -> int:
+        """Absolute position of the token to be chosen."""
+        return len(self.prompt) + len(self.generated)
+
+
+def sample(logits: Tensor, prefixes: Sequence[Prefix], params: ResolvedParams) -> Tensor:
+    """Choose the next token of every row.
+
+    Shapes: logits float32 [rows, vocab], one Prefix a row -> int64 [rows]. `logits` is not changed.
+    Raises GenerationError where a row is not finite or every token is forbidden.
+    """
+    scores = process(logits, prefixes, params)
+    peak, likeliest = scores.max(dim=-1, keepdim=True)
+    _require_finite(peak, logits, prefixes)
+    if params.temperature == 0:
+        return likeliest[:, 0]
+    temperature = max(params.temperature, MIN_TEMPERATURE)
+    scores = keep_likely((scores - peak) / temperature, params)
+    places = [(prefix.sequence, prefix.position) for prefix in prefixes]
+    return _gumbel_argmax(scores, noise_keys(params.seed, places, logits.device))
+
+
+def _gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
+    """Return argmax(scores + noise) per row; float32 [rows, vocab], int64 [rows] -> int64 [rows].
+
+    A column that no row keeps cannot win, so after a filter little noise has to be computed.
+    """
+    kept = scores.isfinite().any(dim=0)
+    if bool(kept.all()):
+        token_ids = torch.arange(len(kept), device=scores.device)
+    else:
+        token_ids = kept.nonzero()[:, 0]
+        scores = scores[:, token_ids]
+    return token_ids[gumbel(keys, token_ids).add_(scores).argmax(dim=-1)]
+
+
+def process(logits: Tensor, prefixes: Sequence[Prefix], params: ResolvedParams) -> Tensor:
+    """Apply what depends on the prefix and what the caller biases; the argmax may change.
+
+    Shapes: float32 [rows, vocab] -> the same; the input itself when nothing applies.
+    """
+    penalized = (
+        params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
+    )
+    too_short = [len(prefix.generated) < params.min_new_tokens for prefix in prefixes]
+    if not (penalized or params.logit_bias or any(too_short)):
+        return logits
+    scores = logits.clone()
+    if penalized:
+        for row, prefix in zip(scores, prefixes, strict=True):
+            _penalize(row, prefix, params)
+    for token_id, bias in params.logit_bias.items():
+        scores[:, token_id] += bias
+    ending = sorted(params.ending_ids)
+    for row, short in zip(scores, too_short, strict=True):
+        if short:
+            row[ending] = -math.inf
+    return scores
+
+
+def _penalize(row: Tensor, prefix: Prefix, params: ResolvedParams) -> None:
+    """Penalize in place the tokens that one row's own prefix holds; row is [vocab].
+
+    Repetition, over prompt and new tokens: x / penalty if x > 0 else x * penalty (Keskar et al.,
+    2019). Frequency and presence, over new tokens: x - frequency * count - presence (OpenAI).
+    """
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*prefix.prompt, *prefix.generated}), device=row.device)
+        score, penalty = row[seen], params.repetition_penalty
+        row[seen] = torch.where(score < 0, score * penalty, score / penalty)
+    if prefix.generated and (params.frequency_penalty or params.presence_penalty):
+        generated = torch.tensor(prefix.generated, device=row.device)
+        ids, counts = torch.unique(generated, return_counts=True)
+        row[ids] -= params.frequency_penalty * counts + params.presence_penalty
+
+
+def keep_likely(scores: Tensor, params: ResolvedParams) -> Tensor:
+    """Set to -inf what min-p, then top-k, then top-p exclude; ties with a kept token are kept.
+
+    Shapes: float32 [rows, vocab], unnormalized log-probabilities -> the same. At least the
+    likeliest token of every row stays.
+    """
+    vocab = scores.shape[-1]
+    if params.min_p > 0:
+        bound = scores.amax(dim=-1, keepdim=True) + math.log(params.min_p)
+        scores = scores.masked_fill(scores < bound, -math.inf)
+    if 0 < params.top_k < vocab:
+        bound = scores.topk(params.top_k).values[:, -1:]
+        scores = scores.masked_fill(scores < bound, -math.inf)
+    if params.top_p < 1:
+        probabilities = scores.softmax(dim=-1)
+        bound = _nucleus_bound(probabilities, params.top_p)
+        scores = scores.masked_fill(probabilities < bound, -math.inf)
+    return scores
+
+
+def _nucleus_bound(probabilities: Tensor, top_p: float) -> Tensor:
+    """Return the probability of the last token needed to reach the mass `top_p`.
+
+    Shapes: float32 [rows, vocab] -> float32 [rows, 1]. Sorting a whole vocabulary costs more than
+    a decode step of a small model, and the nucleus is nearly always found in its head.
+    """
+    vocab = probabilities.shape[-1]
+    for count in (256, 8192, vocab):
+        largest = probabilities.topk(min(count, vocab)).values
+        mass = largest.double().cumsum(dim=-1)
+        if bool((mass[:, -1] >= top_p).all()):
+            break
+    # A token is needed while those before it have not reached the mass.
+    needed = (mass - largest < top_p).sum(dim=-1, keepdim=True)
+    return largest.gather(-1, needed - 1)
+
+
+def log_probabilities(logits: Tensor, chosen: Sequence[int], count: int) -> list[dict[int, float]]:
+    """Return per row {token id: log p}: the chosen token first, then the `count` likeliest.
+
+    p is the model's own distribution, softmax of the raw logits before any processor and before
+    the temperature, as in vLLM. Shapes: logits float32 [rows, vocab], chosen [rows].
+    """
+    logs = logits.log_softmax(dim=-1)
+    largest = logs.topk(min(count, logits.shape[-1]))
+    rows = []
+    for index, token_id in enumerate(chosen):
+        row = {token_id: float(logs[index, token_id])}
+        ids, values = largest.indices[index].tolist(), largest.values[index].tolist()
+        rows.append({**row, **dict(zip(ids, values, strict=True))})
+    return rows
+
+
+def _require_finite(peak: Tensor, logits: Tensor, prefixes: Sequence[Prefix]) -> None:
+    """Raise GenerationError unless the largest score of every row is finite; peak is [rows, 1]."""
+    if bool(peak.isfinite().all()):
+        return
+    index = int((~peak[:, 0].isfinite()).nonzero()[0])
+    place = f"sequence {prefixes[index].sequence}, position {prefixes[index].position}"
+    if bool(logits[index].isnan().any()) or bool((logits[index] == math.inf).any()):
+        raise GenerationError(f"the model's logits are not finite at {place}")
+    raise GenerationError(f"no token is allowed at {place}; loosen logit_bias or min_new_tokens")

@@ -1,0 +1,132 @@
+"""Read the weights of a checkpoint as layers, by the names of their modules.
+
+Checks every shape against what the model needs, names the tensor where they differ, and knows in
+the end which tensors nobody asked for. Holds no layers itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint import Checkpoint, QuantizedWeight
+from quantkit.errors import CheckpointError
+from quantkit.runtime.kv_cache import Scales
+from quantkit.runtime.layers import DenseLinear, Fp8Linear, Linear, check_codes
+from quantkit.scheme import QuantSpec
+
+_NOT_WEIGHTS = re.compile(
+    r"\.(weight_scale|input_scale|[kqv]_scale|output_scale|inv_freq)$|^lm_head\.weight$"
+)
+"""Scales come with their weights, frequencies from the config, a tied head from the embedding."""
+
+
+class WeightReader:
+    """Reads tensors of one checkpoint for one device and activation dtype."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        dtype: torch.dtype,
+        inputs: QuantSpec | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.device = device
+        self.dtype = dtype
+        self.inputs = inputs
+        self._quantized = frozenset(checkpoint.quantized)
+        self._used: set[str] = set()
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return an unquantized tensor in the activation dtype; memory-mapped if it has that."""
+        if name not in self.checkpoint:
+            raise CheckpointError(f"{self.checkpoint.path} has no tensor {name}, which it needs")
+        self._check_shape(name, shape)
+        self._used.add(name)
+        stored = self.checkpoint.tensor(name)
+        if not stored.is_floating_point():
+            return stored.to(self.device)
+        loaded = stored.to(self.device, self.dtype)
+        if self.dtype == torch.float16 and stored.dtype != torch.float16:
+            _check_overflow(name, stored, loaded)
+        return loaded
+
+    def linear(
+        self, modules: Sequence[str], rows: Sequence[int], columns: int, bias: bool
+    ) -> Linear:
+        """Return linear layers that read the same input, stacked in order into one.
+
+        `rows[i]` is out_features of `modules[i]`. Raises CheckpointError if only some of them are
+        quantized, or a bias is missing.
+        """
+        quantized = [module in self._quantized for module in modules]
+        if all(quantized):
+            weights = [
+                self._quantized_weight(module, (count, columns), bias)
+                for module, count in zip(modules, rows, strict=True)
+            ]
+            return Fp8Linear.stack(weights, self.inputs).to(self.device)
+        if any(quantized):
+            raise CheckpointError(
+                f"{modules[quantized.index(True)]} is quantized and "
+                f"{modules[quantized.index(False)]} is not; layers that read the same input must "
+                "agree, so ignore all of them or none"
+            )
+        pairs = list(zip(modules, rows, strict=True))
+        kernels = [self.tensor(f"{module}.weight", (count, columns)) for module, count in pairs]
+        offsets = [self.tensor(f"{module}.bias", (count,)) for module, count in pairs if bias]
+        return DenseLinear(
+            kernels[0] if len(kernels) == 1 else torch.cat(kernels),
+            torch.cat(offsets) if bias else None,
+        )
+
+    def kv_scales(self, layers: Iterable[int]) -> list[Scales]:
+        """Return (k_scale, v_scale) of each layer, on the device."""
+        pairs = (self.checkpoint.kv_scales(layer) for layer in layers)
+        return [(key.to(self.device), value.to(self.device)) for key, value in pairs]
+
+    def unused(self) -> list[str]:
+        """Return the names of weights that were never read, sorted."""
+        weights = {name for name in self.checkpoint.names if not _NOT_WEIGHTS.search(name)}
+        return sorted(weights - self._used)
+
+    def check_all_used(self) -> None:
+        """Raise CheckpointError if a weight was never read: it would silently not count."""
+        left = self.unused()
+        if left:
+            raise CheckpointError(
+                f"{self.checkpoint.path} has {len(left)} tensors that a model of its config does "
+                f"not use, the first being {left[0]}; check config.json"
+            )
+
+    def _quantized_weight(self, module: str, shape: tuple[int, int], bias: bool) -> QuantizedWeight:
+        name, bias_name = f"{module}.weight", f"{module}.bias"
+        self._check_shape(name, shape)
+        weight = self.checkpoint.weight(module)
+        check_codes(name, weight.codes)
+        self._used.add(name)
+        if bias:
+            if weight.bias is None:
+                raise CheckpointError(f"{self.checkpoint.path} has no {bias_name}, which it needs")
+            self._check_shape(bias_name, shape[:1])
+            self._used.add(bias_name)
+        return weight
+
+    def _check_shape(self, name: str, expected: tuple[int, ...]) -> None:
+        shape = self.checkpoint.shape(name)
+        if shape != expected:
+            raise CheckpointError(
+                f"{name} has shape {list(shape)}, the config asks for {list(expected)}"
+            )
+
+
+def _check_overflow(name: str, stored: Tensor, loaded: Tensor) -> None:
+    if not bool(loaded.isfinite().all()):
+        raise CheckpointError(
+            f"{name} reaches {float(stored.abs().max()):.6g}, beyond float16; load with "
+            "dtype='bfloat16' or 'float32'"
+        )

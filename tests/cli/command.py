@@ -1,0 +1,30 @@
+"""Run the real command line in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+QUANTKIT = [sys.executable, "-m", "quantkit"]
+
+
+def quantkit(*arguments: str | Path, stdin: str | bytes = "") -> subprocess.CompletedProcess[str]:
+    """Run `quantkit ARGUMENTS` with `stdin` piped in; streams are decoded as UTF-8."""
+    data = stdin.encode() if isinstance(stdin, str) else stdin
+    done = subprocess.run(
+        [*QUANTKIT, *map(str, arguments)], input=data, capture_output=True, timeout=120
+    )
+    return subprocess.CompletedProcess(
+        done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
+    )
+
+
+def assert_one_line_error(done: subprocess.CompletedProcess[str], code: int, *parts: str) -> None:
+    """Check for the exit code, nothing on stdout, and one line on stderr that has all `parts`."""
+    assert done.returncode == code, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    for part in parts:
+        assert part in done.stderr
