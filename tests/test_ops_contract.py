@@ -1,0 +1,155 @@
+"""What the linear ops promise beyond their numbers: clear errors, tracing, a fallback."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit import ops
+from quantkit.errors import UnsupportedError
+
+# C++ kernels raise through torch, which has one exception type for all.
+REJECTED = (UnsupportedError, RuntimeError)
+
+
+def good_arguments() -> dict[str, object]:
+    return {
+        "x": torch.randn(2, 40),
+        "weight": torch.zeros(6, 40).to(torch.float8_e4m3fn),
+        "weight_scale": torch.ones(6, 3),
+        "bias": torch.ones(6),
+        "group_size": 16,
+        "activation": "silu",
+    }
+
+
+BAD_ARGUMENTS = {
+    "x dtype": ({"x": torch.randn(2, 40).double()}, "x must be .*float16, got float64"),
+    "x columns": ({"x": torch.randn(2, 41)}, r"x must be .* = \[any, 40\], got \[2, 41\]"),
+    "x rank": ({"x": torch.randn(40)}, r"x must be .*\[M, K\].*, got \[40\]"),
+    "x strides": ({"x": torch.randn(40, 2).T}, r"x must be contiguous, got strides \[1, 2\]"),
+    "weight dtype": ({"weight": torch.randn(6, 40)}, "weight must be .*uint8.*, got float32"),
+    "weight strides": (
+        {"weight": torch.zeros(40, 6, dtype=torch.uint8).T},
+        r"weight must be contiguous, got strides \[1, 6\]",
+    ),
+    "weight rank": (
+        {"weight": torch.zeros(6, dtype=torch.uint8)},
+        r"weight must be of shape \[N, K\] = \[any, any\], got \[6\]",
+    ),
+    "scale dtype": (
+        {"weight_scale": torch.ones(6, 3).bfloat16()},
+        "weight_scale must be float32, got bfloat16",
+    ),
+    "scale shape": (
+        {"weight_scale": torch.ones(6, 2)},
+        r"weight_scale must be .* = \[6, 3\], got \[6, 2\]",
+    ),
+    "scale strides": ({"weight_scale": torch.ones(3, 6).T}, "weight_scale must be contiguous"),
+    "group size": ({"group_size": 0}, "group_size must be at least 1, got 0"),
+    "bias dtype": ({"bias": torch.ones(6).double()}, "bias must be .*float16, got float64"),
+    "bias shape": ({"bias": torch.ones(1)}, r"bias must be .*\[N\] = \[6\], got \[1\]"),
+    "activation": ({"activation": "swish"}, "activation must be .*relu, got 'swish'"),
+    "odd rows": (
+        {
+            "weight": torch.zeros(5, 40, dtype=torch.uint8),
+            "weight_scale": torch.ones(5, 3),
+            "bias": None,
+        },
+        r"weight must be gate rows then as many up rows, got \[5, 40\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ARGUMENTS)
+def test_a_bad_argument_is_named_with_what_was_expected(case: str) -> None:
+    bad, message = BAD_ARGUMENTS[case]
+    arguments = good_arguments() | bad
+    with pytest.raises(REJECTED, match=f"fp8_gated_linear: {message}"):
+        torch.ops.quantkit.fp8_gated_linear(*arguments.values())
+
+
+def test_each_op_names_itself() -> None:
+    a = good_arguments()
+    with pytest.raises(REJECTED, match="fp8_linear: weight_scale must be"):
+        ops.fp8_linear(a["x"], a["weight"], a["weight_scale"][:1], None, 16)
+    with pytest.raises(REJECTED, match=r"dequantize_weight: dtype must be .*, got int32"):
+        ops.dequantize_weight(a["weight"], a["weight_scale"], 16, torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])
+def test_fake_kernels_agree_with_real_ones(dtype: torch.dtype) -> None:
+    weight, scale = torch.zeros(6, 40, dtype=torch.uint8).view(dtype), torch.ones(6, 3)
+    x = torch.randn(3, 40).bfloat16()
+    arguments = (weight, scale, torch.ones(6), 16)
+    quantkit = torch.ops.quantkit
+    checks = ("test_faketensor", "test_autograd_registration")  # test_schema lacks float8 on CPU
+    for op, inputs in (
+        (quantkit.fp8_linear, (x, *arguments)),
+        (quantkit.fp8_gated_linear, (x, *arguments, "silu")),
+        (quantkit.dequantize_weight, (weight, scale, 16, torch.float16)),
+    ):
+        torch.library.opcheck(op.default, inputs, test_utils=checks)
+
+
+def test_a_missing_or_broken_library_leaves_the_reference_kernels(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("QUANTKIT_DISABLE_EXT", raising=False)
+    assert not ops.load_extension(tmp_path)
+    assert not caplog.records
+    (tmp_path / "_cpu.abi3.so").write_bytes(b"not a library")
+    assert not ops.load_extension(tmp_path)
+    assert "using slow reference kernels" in caplog.text
+
+
+def run_python(arguments: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("QUANTKIT_")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment | variables,
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+OTHER_KERNELS = {
+    "portable": {"QUANTKIT_CPU_ISA": "portable"},
+    "avx2": {"QUANTKIT_CPU_ISA": "avx2"},
+    "reference": {"QUANTKIT_DISABLE_EXT": "1"},
+}
+
+
+@pytest.mark.skipif(not ops.EXTENSION_LOADED, reason="nothing to choose from")
+@pytest.mark.parametrize("kernels", OTHER_KERNELS)
+def test_other_kernels_pass_the_same_tests(kernels: str) -> None:
+    files = [__file__, str(Path(__file__).with_name("test_ops.py"))]
+    pytest_again = [
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "not other_kernels and not fake",
+        *files,
+    ]
+    result = run_python(pytest_again, OMP_NUM_THREADS="1", **OTHER_KERNELS[kernels])
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.skipif(not ops.EXTENSION_LOADED, reason="no extension reads it")
+def test_an_unknown_instruction_set_is_an_error() -> None:
+    script = (
+        "import torch; from quantkit import ops;"
+        "w = torch.zeros(1, 1, dtype=torch.uint8);"
+        "ops.dequantize_weight(w, torch.ones(1, 1), 1, torch.float32)"
+    )
+    result = run_python(["-c", script], QUANTKIT_CPU_ISA="avx9")
+    assert "QUANTKIT_CPU_ISA must be portable, avx2 or avx512, got 'avx9'" in result.stderr
