@@ -14,7 +14,7 @@ from quantkit.calibrate.gguf_file import GgufFile
 from quantkit.calibrate.source import HEAD_BYTES, check_finite
 from quantkit.errors import SourceError
 
-PLAIN_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "nemotron")
+PLAIN_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "nemotron")
 """Architectures whose config is a renaming of the metadata and whose tensors map one to one; any
 other is loaded whole, through transformers."""
 
@@ -120,16 +120,24 @@ class GgufSource:
     def _gguf_names(self) -> dict[str, str]:
         """{Hugging Face name: GGUF name} of every tensor of the file."""
         from accelerate import init_empty_weights
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
         from transformers import AutoModelForCausalLM
-        from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
         with init_empty_weights():
             skeleton = AutoModelForCausalLM.from_config(self.config())
-        mapping = get_gguf_hf_weights_map(skeleton, self._processor)
-        names = {mapping[name]: name for name in self._file.tensors if name in mapping}
-        unused = [name for name in self._file.tensors if name not in mapping]
+        kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
+        table = get_tensor_name_map(
+            kinds[self._file.architecture], self.config_dict["num_hidden_layers"]
+        )
+        names = {}
+        for name in skeleton.state_dict():
+            module, _, leaf = name.rpartition(".")
+            stored = f"{table.get_name(module)}.{leaf}"
+            if stored in self._file.tensors:
+                names[name] = stored
+        unused = self._file.tensors.keys() - names.values()
         # llama.cpp stores rotary factors that the config already describes.
-        unknown = [name for name in unused if not name.startswith("rope_")]
+        unknown = sorted(name for name in unused if not name.startswith("rope_"))
         if unknown:
             raise SourceError(f"{self.path} has tensor {unknown[0]} that its architecture lacks")
         return names
