@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import shutil
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +21,7 @@ from quantkit.calibrate.source import (
 )
 from quantkit.errors import SourceError
 from quantkit.shards import INDEX_NAME, SINGLE_NAME, ShardReader, read_json
+from quantkit.staging import MARKER
 
 logger = logging.getLogger("quantkit")
 
@@ -49,13 +51,17 @@ class BinReader:
     """Tensors of `pytorch_model*.bin` files, memory-mapped. Never runs code from the pickle."""
 
     def __init__(self, folder: Path) -> None:
-        index = folder / f"{BIN_NAME}.index.json"
-        files = [BIN_NAME]
-        if index.is_file():
-            files = sorted(set(read_json(index).get("weight_map", {}).values()))
+        path = folder / f"{BIN_NAME}.index.json"
+        index = (read_json(path).get("weight_map") or {}) if path.is_file() else {}
         self._tensors: dict[str, Tensor] = {}
-        for file in files:
+        for file in sorted(set(index.values())) or [BIN_NAME]:
             self._tensors.update(self._load(folder / file))
+        for name, file in index.items():
+            if name not in self._tensors:
+                raise SourceError(
+                    f"{path} says that tensor {name} is in {file}, which does not have it; "
+                    "download the folder again"
+                )
 
     @property
     def names(self) -> list[str]:
@@ -71,13 +77,17 @@ class BinReader:
         if not path.is_file():
             raise SourceError(f"{path} is missing; download the folder again")
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            # Files from before torch 1.6 are no zip archives, and cannot be mapped.
+            mmap = zipfile.is_zipfile(path)
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise SourceError(
                 f"{path} cannot be read as plain weights ({reason}); nothing in it was run. "
                 "Convert it to safetensors with a tool you trust"
             ) from None
+        if not isinstance(state, dict):
+            raise SourceError(f"{path} holds {type(state).__name__}, expected tensors by name")
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
@@ -155,11 +165,14 @@ class FolderSource:
 
     def write_side_files(self, folder: Path) -> None:
         """Copy every file that is neither config.json nor weights, byte for byte."""
+        results = {marker.parent for marker in self.path.rglob(MARKER)} - {self.path}
         for file in sorted(self.path.rglob("*")):
             relative = file.relative_to(self.path)
             hidden = any(part.startswith(".") for part in relative.parts)
             if hidden or not file.is_file() or relative == Path("config.json"):
                 continue
+            if results.intersection(file.parents):
+                continue  # an earlier result, written below its own source
             if any(file.match(pattern) for pattern in WEIGHT_PATTERNS):
                 continue
             target = folder / relative
@@ -167,15 +180,23 @@ class FolderSource:
             shutil.copyfile(file, target)
 
     def load_model(self, dtype: torch.dtype) -> Any:
-        """Load the whole model through transformers."""
+        """Load the whole model through transformers; raises SourceError if a tensor is missing."""
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             self.path,
             dtype=dtype,
             trust_remote_code=self.trust_remote_code,
             local_files_only=True,
+            output_loading_info=True,
         )
+        missing = sorted(info["missing_keys"])
+        if missing:  # transformers would go on with random values
+            raise SourceError(
+                f"{self.path} has no tensor {missing[0]} ({len(missing)} missing in all); download "
+                "the folder again"
+            )
+        return model
 
     def scan(self, advance: Callable[[], None]) -> None:
         """Raise SourceError if any tensor is not finite."""

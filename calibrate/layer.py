@@ -38,9 +38,9 @@ def calibrate_layer(
 ) -> LayerResult:
     """Calibrate the loaded layer `number`, and replace each batch's hidden states by its outputs.
 
-    `modules` are the linears to quantize by full name; `has_kv` tells that the layer caches keys
-    and values. Without batches only weights are quantized. Raises CalibrationError when a scale
-    could not be fixed.
+    `modules` are the linears to quantize by full name; `has_kv` tells that the layer must cache
+    keys and values (one that does gets scales in any case). Without batches only weights are
+    quantized. Raises CalibrationError when a scale could not be fixed.
     """
     name = model.skeleton.disk_name(model.skeleton.layer_names[number])
     first_original = [output for _, output in model.run(number, batches[:1])]
@@ -53,12 +53,11 @@ def calibrate_layer(
         for leaf, tensor in linear.tensors().items()
     }
     if batches:
-        spec = recipe.kv_spec if has_kv else None
-        observer = KvObserver(spec) if spec else None
+        observer = KvObserver(recipe.kv_spec) if recipe.kv_spec else None
         report.output_sqnr_db = _move(
             model, number, batches, recipe, modules, linears, observer, first_original[0]
         )
-        if observer is not None:
+        if observer is not None and (has_kv or observer.owner is not None):
             scales = observer.scales(name)
             tensors.update(scales)
             report.scales = {key: scale.flatten().tolist() for key, scale in scales.items()}

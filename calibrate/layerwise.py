@@ -95,7 +95,7 @@ class LayerwiseModel:
         skeleton = self.skeleton
         skeleton.load("")
         skeleton.load(skeleton.layer_names[0])
-        output_size = self._output_size(batches[0])
+        output_size = self._probe(batches[0][:1, :2])
         prepared = [self._record(ids, output_size) for ids in batches]
         skeleton.unload("")
         return prepared
@@ -114,20 +114,33 @@ class LayerwiseModel:
             batch.cache.forget()  # or the next run would continue this one
             yield batch, output if isinstance(output, Tensor) else output[0]
 
-    def _output_size(self, ids: Tensor) -> int | None:
-        """Tell what layers return: None for a bare tensor, else the length of the tuple."""
-        first = self._record(ids[:1, :2], None, stop_at_first=True)
-        call = first.calls[0]
-        output = self.skeleton.layers[0](first.hidden, *call.args, **call.kwargs)
-        return None if isinstance(output, Tensor) else len(output)
+    def _probe(self, ids: Tensor) -> int | None:
+        """Check on a few tokens that the model can be run by layers.
 
-    def _record(self, ids: Tensor, output_size: int | None, stop_at_first: bool = False) -> Batch:
-        """Run the model's forward with recorders for layers."""
+        Tells what layers return: None for a bare tensor, else the length of the tuple.
+        """
+        try:
+            first = self._record(ids, None, stop_after=1)
+            call = first.calls[0]
+            output = self.skeleton.layers[0](first.hidden, *call.args, **call.kwargs)
+            size = None if isinstance(output, Tensor) else len(output)
+            # To the end of the model: one that loops over its layers shows it only there.
+            self._record(ids, size, stop_after=len(self.skeleton.layers) + 1)
+        except (TypeError, ValueError, AttributeError, LookupError) as error:
+            raise UnsupportedError(
+                f"{type(self.skeleton.model).__name__} cannot be run one decoder layer at a time "
+                f"({error}); quantkit cannot calibrate it"
+            ) from error
+        return size
+
+    def _record(self, ids: Tensor, output_size: int | None, stop_after: int | None = None) -> Batch:
+        """Run the model's forward with recorders for layers, through all of them by default."""
         layers, log = self.skeleton.layers, list[tuple[Tensor, Call]]()
         originals = list(layers)
+        stop_after = stop_after or len(originals)
         cache = observing_cache(self.skeleton.model.config)
         for number, layer in enumerate(originals):
-            recorder = _Recorder(layer, log, stop_at_first or number == len(originals) - 1)
+            recorder = _Recorder(layer, log, number + 1 == stop_after)
             recorder._output_size = output_size
             layers[number] = recorder
         with suppress(_EndOfLayersError):
@@ -140,17 +153,17 @@ class LayerwiseModel:
             finally:
                 for number, layer in enumerate(originals):
                     layers[number] = layer
-        self._check_log(log, 1 if stop_at_first else len(originals))
+        self._check_log(log, min(stop_after, len(originals)))
         calls = [Call(self._share(call.args), self._share(call.kwargs)) for _, call in log]
         return Batch(log[0][0], cache, calls)
 
     def _check_log(self, log: Sequence[tuple[Tensor, Call]], expected: int) -> None:
-        """Raise UnsupportedError unless every layer ran once, on what the one before it returned."""
+        """Raise UnsupportedError unless each layer ran once, on what came out of the one before."""
         kind = type(self.skeleton.model).__name__
         if len(log) != expected:
             raise UnsupportedError(
-                f"{kind} runs {len(log)} decoder layers and has {expected}; quantkit cannot "
-                "calibrate it layer by layer"
+                f"{kind} has {expected} decoder layers and runs {len(log)} times through one; "
+                "quantkit cannot calibrate it layer by layer"
             )
         hidden = log[0][0]
         if any(other is not hidden and not torch.equal(other, hidden) for other, _ in log):

@@ -43,9 +43,9 @@ class CheckpointOutput:
             found = calibrated.get(name)
             self._writer.add(name, self._copy(name) if found is None else found)
 
-    def finish(self) -> None:
-        """Complete the shards and write the index."""
-        self._writer.finish()
+    def finish(self) -> int:
+        """Complete the shards and write the index; return the bytes of all tensors."""
+        return self._writer.finish()
 
     def _copy(self, name: str) -> Tensor:
         tensor = self._source.tensor(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from quantkit.calibrate.self_data import generate_samples
 from quantkit.calibrate.skeleton import Skeleton
 from quantkit.calibrate.source import ModelSource, fingerprint, open_source
 from quantkit.checkpoint import cached_layers
-from quantkit.errors import CheckpointError, DataError, UnsupportedError
+from quantkit.errors import CalibrationError, CheckpointError, DataError, UnsupportedError
 from quantkit.shards import MAX_SHARD_BYTES, ShardWriter, write_json
 from quantkit.staging import StagedFolder, check_destination, check_free_space
 
@@ -131,7 +131,7 @@ def calibrate(
         )
         batches = make_batches(found.ids, size) if found else []
         report.layers = _quantize(plan, skeleton, batches, output_tensors, progress)
-        output_tensors.finish()
+        report.plan = replace(plan, target_bytes=output_tensors.finish())
         write_json(stage.path / "config.json", _config_json(plan, source, DTYPES[dtype]))
         source.write_side_files(stage.path)
         write_json(stage.path / "quantkit.json", report.to_json())
@@ -167,6 +167,11 @@ def _quantize(
             reports.append(result.report)
             error = result.report.output_sqnr_db
             phase.advance("" if error is None else f"output SQNR {error:.1f} dB")
+    if plan.recipe.kv_spec and not any(report.scales for report in reports):
+        raise CalibrationError(
+            f"no decoder layer of {plan.source_name} cached keys or values, so KV scales are "
+            "unknown; use --kv none for this model"
+        )
     output.write("", _outside_layers(plan, skeleton))
     return reports
 

@@ -18,6 +18,7 @@ from quantkit.calibrate.skeleton import Skeleton
 from quantkit.calibrate.source import ModelSource
 from quantkit.checkpoint import cached_layers
 from quantkit.errors import SourceError, UnsupportedError
+from quantkit.scheme import Granularity
 from quantkit.shards import MAX_SHARD_BYTES
 
 SCALE_BYTES = 4
@@ -76,12 +77,11 @@ def make_plan(
     Raises RecipeError when the two do not fit, SourceError for a stale tied head.
     """
     modules = _plan_modules(skeleton, recipe)
+    modules += _plan_held_otherwise(skeleton)
     source = skeleton.source
     source_bytes = sum(_nbytes(source, name) for name in source.names)
     saved = sum(m.source_bytes - m.target_bytes for m in modules if m.quantized)
-    layers = cached_layers(skeleton.model.config.to_dict())
-    kv_bytes = 2 * SCALE_BYTES * len(layers) if recipe.kv_spec else 0
-    target_bytes = source_bytes - saved + kv_bytes - _dropped_bytes(skeleton)
+    target_bytes = source_bytes - saved + _kv_bytes(skeleton, recipe) - _dropped_bytes(skeleton)
     tokens = num_samples * seq_len if recipe.needs_data else 0
     return Plan(
         source_name=source.name,
@@ -117,6 +117,28 @@ def _plan_modules(skeleton: Skeleton, recipe: Recipe) -> list[ModulePlan]:
         )
     chosen = set(quantized)
     return [_plan_module(skeleton, n, layer_of[n], n in chosen, recipe) for n in linears]
+
+
+def _plan_held_otherwise(skeleton: Skeleton) -> list[ModulePlan]:
+    """Plan the weights that engines run as linear layers and transformers holds in another form.
+
+    Fused experts and routers, for instance. They stay as they are, and engines must be told so.
+    """
+    source = skeleton.source
+    stored_of = {name: skeleton.source_name(name) for name, _ in skeleton.model.named_parameters()}
+    planned = {stored_of[f"{name}.weight"] for name in skeleton.linear_modules()}
+    layer_of = {f"{skeleton.disk_name(n)}.": i for i, n in enumerate(skeleton.layer_names)}
+    plans = []
+    for name in source.names:
+        shape = source.shape(name)
+        if not name.endswith(".weight") or len(shape) != 2 or name in planned:
+            continue
+        layer = next((i for prefix, i in layer_of.items() if name.startswith(prefix)), None)
+        if layer is None and name in stored_of.values():
+            continue  # embeddings
+        size, module = _nbytes(source, name), name.removesuffix(".weight")
+        plans.append(ModulePlan(module, (shape[0], shape[1]), layer, False, size, size))
+    return plans
 
 
 def _plan_module(
@@ -157,6 +179,17 @@ def redundant_head(skeleton: Skeleton) -> tuple[str, str] | None:
         return None
     head, embedding = (skeleton.source_name(name) for name in skeleton.tied_head)
     return (head, embedding) if head and embedding and head != embedding else None
+
+
+def _kv_bytes(skeleton: Skeleton, recipe: Recipe) -> int:
+    """Return the bytes of all KV scales."""
+    if recipe.kv_spec is None:
+        return 0
+    config = skeleton.model.config.get_text_config()
+    scales = 1
+    if recipe.kv_spec.granularity is Granularity.HEAD:
+        scales = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * SCALE_BYTES * scales * len(cached_layers(skeleton.model.config.to_dict()))
 
 
 def _dropped_bytes(skeleton: Skeleton) -> int:

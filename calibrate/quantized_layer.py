@@ -85,10 +85,11 @@ def _quantize_weight(
     scale, tile = amax_to_scale(amax, spec.fmt), spec.tile(*weight.shape)
     codes = quantize(weight, scale, spec.fmt, tile)
     values = dequantize(codes, scale, spec.fmt, tile)
+    error = sqnr_db(weight, values)  # before `weight`, which may be the parameter itself, changes
     module.weight.data = values.to(module.weight.dtype)
     stored = scale.reshape(spec.scale_shape(*weight.shape)).cpu()
     check_scale(f"{name}.weight_scale", stored)
-    return QuantizedLinear(name, codes.cpu(), stored, sqnr_db(weight, values))
+    return QuantizedLinear(name, codes.cpu(), stored, error)
 
 
 def sqnr_db(signal: Tensor, approximation: Tensor) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from quantkit.calibrate.plan import ModulePlan, Plan
@@ -98,8 +99,8 @@ def _by_kind(modules: Sequence[ModulePlan]) -> dict[str, list[ModulePlan]]:
 
 def _plan_table(plan: Plan) -> Table:
     table = Table(title=f"{plan.source_name} with recipe {plan.recipe.name}", title_justify="left")
-    for column in ("module", "weight [out, in]", "becomes"):
-        table.add_column(column)
+    for column in ("module", "out x in", "becomes"):
+        table.add_column(column, no_wrap=True)
     for column in ("bytes before", "bytes after"):
         table.add_column(column, justify="right")
     for module in plan.modules:
@@ -142,8 +143,10 @@ def _result_table(report: Report) -> Table:
 
 
 def render(table: Table) -> str:
-    """Return a table as plain text of at most RENDER_WIDTH columns."""
+    """Return a table as plain text of RENDER_WIDTH columns, more if a cell would be cut."""
     console = Console(file=io.StringIO(), width=RENDER_WIDTH, no_color=True)
+    unlimited = console.options.update(max_width=10 * RENDER_WIDTH)
+    console.width = max(RENDER_WIDTH, Measurement.get(console, unlimited, table).maximum)
     console.print(table)
     output = console.file
     return output.getvalue() if isinstance(output, io.StringIO) else ""

@@ -164,9 +164,10 @@ def _build_empty(config: Any, source: ModelSource, dtype: torch.dtype) -> Any:
 
 def _decoder(model: Any) -> nn.Module:
     """Return the part of the model that embeds tokens and runs the layers, without the head."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    found: nn.Module = decoder if decoder is not None else model.base_model
-    return found
+    found: nn.Module = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    # Some models call their output head a decoder.
+    has_layers = any(isinstance(module, nn.ModuleList) for module in found.modules())
+    return found if has_layers else model.base_model
 
 
 def _decoder_layers(model: nn.Module, decoder: nn.Module) -> tuple[nn.ModuleList, str]:

@@ -7,6 +7,7 @@ larger than memory can be read. What cannot be quantized is refused here, before
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import SourceError
+
+logger = logging.getLogger("quantkit")
 
 HEAD_BYTES = 4096
 """How much of each tensor identifies a model."""
@@ -78,14 +81,15 @@ def open_source(model: str | Path, trust_remote_code: bool = False) -> ModelSour
     from quantkit.calibrate.gguf_source import GgufSource
     from quantkit.calibrate.hub import download
 
-    path = Path(model)
+    path, name = Path(model), str(model)
     if path.is_file():
         if path.suffix != ".gguf":
             raise SourceError(f"{path} is a file; expected a model folder or a .gguf file")
         return GgufSource(path)
     if path.is_dir():
+        if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+            logger.info("%s is a local folder; a Hub model of that name is not looked for", name)
         return FolderSource(path, path.resolve().name, trust_remote_code)
-    name = str(model)
     if re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) and not name.endswith(".gguf"):
         return FolderSource(download(name), name, trust_remote_code)
     raise SourceError(
