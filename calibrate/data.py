@@ -18,12 +18,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.texts import SELF, Rows, RunningText, open_texts
+from quantkit.calibrate.texts import HUB_PREFIX, SELF, Rows, RunningText, open_texts
 from quantkit.calibrate.tokenize import (
     check_chat_template,
     encode,
@@ -91,7 +92,7 @@ class _Taken:
 
     def record(self, source: str) -> dict[str, Any]:
         return {
-            "source": source,
+            "source": shown(source),
             f"{self.unit}s": self.available,
             "samples": len(self.ids),
             "skipped": dict(self.skipped),
@@ -146,7 +147,7 @@ def load_samples(
         request = _Request(source, asked, seq_len, seed, tokenizer, prefix, chat_template)
         taken = _take(request, self_generate)
         ids += taken.ids
-        warnings += taken.warnings(source, asked, seq_len)
+        warnings += taken.warnings(shown(source), asked, seq_len)
         records.append(taken.record(source))
     provenance = {
         "sources": records,
@@ -158,6 +159,11 @@ def load_samples(
         "warnings": warnings,
     }
     return Samples(ids, provenance, warnings)
+
+
+def shown(source: str) -> str:
+    """Return how a source is called in reports: a file by its name, wherever it lies."""
+    return source if source.startswith(HUB_PREFIX) else Path(source).name
 
 
 @dataclass(frozen=True, slots=True)

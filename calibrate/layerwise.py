@@ -4,20 +4,23 @@ Every layer is replaced once by a recorder while the model's own forward runs on
 yields the hidden states that enter the first layer and the arguments that the model gives to each
 layer (masks, position embeddings), whatever the architecture. From then on only layers run.
 
-Batches hold sequences of equal length, so there is no padding, no mask to interpret, and what a
-layer computes for a sequence does not depend on its neighbours.
+Batches hold sequences of equal length, so there is no padding and no mask to interpret; linear
+modules multiply one sequence at a time, so what a layer computes for a sequence does not depend on
+its neighbours, to the last bit.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quantkit.calibrate.kv_scales import KvObserver, observing_cache
@@ -109,7 +112,8 @@ class LayerwiseModel:
         for batch in batches:
             batch.cache.observer = observer
             call = batch.calls[number]
-            output = layer(batch.hidden, *call.args, **call.kwargs)
+            with _linears_by_sequence(layer, batch.hidden.shape[:2]):
+                output = layer(batch.hidden, *call.args, **call.kwargs)
             batch.cache.observer = None
             batch.cache.forget()  # or the next run would continue this one
             yield batch, output if isinstance(output, Tensor) else output[0]
@@ -186,6 +190,34 @@ class LayerwiseModel:
         if type(value) in (tuple, list):
             return type(value)(self._share(item) for item in value)
         return value
+
+
+@contextmanager
+def _linears_by_sequence(layer: nn.Module, shape: torch.Size) -> Iterator[None]:
+    """Let every linear module of a layer multiply one sequence at a time.
+
+    A matmul may sum in another order for another number of rows, and a model with massive
+    activations amplifies that: scales would depend on the batch size. `shape` is the batch's
+    (sequences, tokens). Experts that gather tokens of all sequences are not covered.
+    """
+    linears = [module for module in layer.modules() if type(module) is nn.Linear]
+    for module in linears:
+        module.forward = partial(_linear_by_sequence, module, shape)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module in linears:
+            del module.forward
+
+
+def _linear_by_sequence(module: nn.Linear, shape: torch.Size, x: Tensor) -> Tensor:
+    sequences, tokens = shape
+    if sequences == 1 or x.shape[:-1].numel() != sequences * tokens:
+        return F.linear(x, module.weight, module.bias)
+    out = x.new_empty(sequences, tokens, module.out_features)
+    for number, rows in enumerate(x.reshape(sequences, tokens, -1)):
+        out[number] = F.linear(rows, module.weight, module.bias)
+    return out.view(*x.shape[:-1], -1)
 
 
 def _take_hidden(

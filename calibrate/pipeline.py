@@ -120,7 +120,7 @@ def calibrate(
             chat_template=_read_template(chat_template),
             self_generate=partial(generate_samples, source),
         )
-    report = Report(plan, destination, warnings=[note] if note else [])
+    report = Report(plan, destination, warnings=[*plan.warnings, *([note] if note else [])])
     report.warnings += found.warnings if found else []
     for warning in report.warnings:
         logger.warning(warning)

@@ -6,7 +6,7 @@ Making a plan opens the source and checks it against the recipe, and changes not
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -51,6 +51,7 @@ class Plan:
     memory_bytes: int
     seconds: float
     num_layers: int
+    warnings: tuple[str, ...] = ()
 
     @property
     def quantized(self) -> list[ModulePlan]:
@@ -77,7 +78,8 @@ def make_plan(
     Raises RecipeError when the two do not fit, SourceError for a stale tied head.
     """
     modules = _plan_modules(skeleton, recipe)
-    modules += _plan_held_otherwise(skeleton)
+    others = _plan_held_otherwise(skeleton)
+    modules += others
     source = skeleton.source
     source_bytes = sum(_nbytes(source, name) for name in source.names)
     saved = sum(m.source_bytes - m.target_bytes for m in modules if m.quantized)
@@ -92,6 +94,7 @@ def make_plan(
         memory_bytes=_memory_bytes(skeleton, modules, tokens, target_bytes),
         seconds=_seconds(skeleton, modules, recipe, tokens, batch_size * seq_len),
         num_layers=len(skeleton.layers),
+        warnings=_warnings(source, others),
     )
 
 
@@ -101,14 +104,15 @@ def _plan_modules(skeleton: Skeleton, recipe: Recipe) -> list[ModulePlan]:
     head_module = skeleton.model.get_output_embeddings()
     head = skeleton.name_of(head_module) if head_module is not None else "lm_head"
     check_tied_head(skeleton)
-    # Engines quantize what is inside the layers, and the head where it is asked for.
-    eligible = [
-        name
-        for name in linears
-        if (layer_of[name] is not None or name == head)
-        and (skeleton.source_name(f"{name}.weight") or skeleton.tied_head)
-    ]
     tied = skeleton.tied_head is not None
+    known = [n for n in linears if skeleton.source_name(f"{n}.weight") or (tied and n == head)]
+    # Engines quantize what is inside the layers, and the head where it is asked for.
+    eligible = [name for name in known if layer_of[name] is not None or name == head]
+    if all(name == head for name in eligible):
+        raise UnsupportedError(
+            f"{type(skeleton.model).__name__} has no linear module in its decoder layers that is "
+            "stored as one (Conv1D, fused or renamed weights are not quantized yet)"
+        )
     quantized, _ = resolve_modules(recipe, eligible, tied_head=tied, head=head)
     if head in quantized and recipe.inputs is not None and not recipe.inputs.dynamic:
         raise UnsupportedError(
@@ -116,7 +120,7 @@ def _plan_modules(skeleton: Skeleton, recipe: Recipe) -> list[ModulePlan]:
             "observed; ignore it, or use dynamic inputs"
         )
     chosen = set(quantized)
-    return [_plan_module(skeleton, n, layer_of[n], n in chosen, recipe) for n in linears]
+    return [_plan_module(skeleton, n, layer_of[n], n in chosen, recipe) for n in known]
 
 
 def _plan_held_otherwise(skeleton: Skeleton) -> list[ModulePlan]:
@@ -126,7 +130,7 @@ def _plan_held_otherwise(skeleton: Skeleton) -> list[ModulePlan]:
     """
     source = skeleton.source
     stored_of = {name: skeleton.source_name(name) for name, _ in skeleton.model.named_parameters()}
-    planned = {stored_of[f"{name}.weight"] for name in skeleton.linear_modules()}
+    planned = {stored_of[f"{name}.weight"] for name in skeleton.linear_modules()} - {None}
     layer_of = {f"{skeleton.disk_name(n)}.": i for i, n in enumerate(skeleton.layer_names)}
     plans = []
     for name in source.names:
@@ -139,6 +143,17 @@ def _plan_held_otherwise(skeleton: Skeleton) -> list[ModulePlan]:
         size, module = _nbytes(source, name), name.removesuffix(".weight")
         plans.append(ModulePlan(module, (shape[0], shape[1]), layer, False, size, size))
     return plans
+
+
+def _warnings(source: ModelSource, others: Sequence[ModulePlan]) -> tuple[str, ...]:
+    inside = [module.name for module in others if module.layer is not None]
+    if not inside:
+        return ()
+    names = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
+    return (
+        f"{len(inside)} weights of {source.name} stay as they are, because transformers does not "
+        f"hold them as linear modules (experts, routers): {names}",
+    )
 
 
 def _plan_module(

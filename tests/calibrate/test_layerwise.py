@@ -61,6 +61,42 @@ def test_batches_do_not_see_each_other(model_of: ModelOf, kind: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(alone, beside, strict=True))
 
 
+class TestLargeMatrices:
+    """bfloat16 kernels choose the order of their sums by the number of rows and threads."""
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        sizes = {"hidden_size": 576, "intermediate_size": 1536, "max_position_embeddings": 128}
+        heads = {"num_attention_heads": 9, "num_key_value_heads": 3}
+        config = transformers.LlamaConfig(**{**tiny.LLAMA, **sizes, **heads})
+        return models.save(tmp_path_factory.mktemp("wide") / "model", config)
+
+    @staticmethod
+    def outputs(folder: Path, batches: list[Tensor]) -> Tensor:
+        """Return what leaves the last layer, rows of all batches together."""
+        model = LayerwiseModel(models.open_skeleton(folder))
+        prepared = model.prepare(batches)
+        run_layers(model, prepared)
+        return torch.cat([batch.hidden for batch in prepared])
+
+    rows = torch.stack([tiny.random_ids(96, seed) for seed in range(3)])
+
+    def test_a_sequence_does_not_depend_on_the_size_of_its_batch(self, wide: Path) -> None:
+        together, alone = self.outputs(wide, [self.rows]), self.outputs(wide, [*self.rows[:, None]])
+        assert torch.equal(together, alone)
+
+    def test_a_sequence_does_not_depend_on_the_number_of_threads(self, wide: Path) -> None:
+        one = self.outputs(wide, [self.rows])
+        torch.set_num_threads(2)
+        assert torch.equal(self.outputs(wide, [self.rows]), one)
+
+    def test_what_depends_on_them_is_rounding(self, wide: Path) -> None:
+        together, alone = self.outputs(wide, [self.rows]), self.outputs(wide, [*self.rows[:, None]])
+        # Two layers of some ten bfloat16 roundings of 2**-9 each.
+        assert (together - alone).norm() <= 20 * 2**-9 * alone.norm()
+
+
 def test_only_the_loaded_layer_is_in_memory(model_of: ModelOf) -> None:
     skeleton = models.open_skeleton(model_of("llama"))
     model = LayerwiseModel(skeleton)

@@ -110,7 +110,6 @@ class TestModules:
         assert {f"{moe}.experts.3.w2", f"{moe}.gate", "lm_head"} <= set(ignored)
         assert len(ignored) == 2 * (4 * 3 + 1) + 1
 
-    @pytest.mark.xfail(strict=True, reason="ignore names GPT-NeoX's head as transformers does")
     def test_the_head_is_ignored_under_its_name_on_disk(self, model_of: ModelOf) -> None:
         assert plan_for(model_of("gpt-neox")).ignored == ["embed_out"]
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 QUANTKIT = [sys.executable, "-m", "quantkit"]
@@ -18,6 +21,27 @@ def quantkit(*arguments: str | Path, stdin: str | bytes = "") -> subprocess.Comp
     return subprocess.CompletedProcess(
         done.args, done.returncode, done.stdout.decode(), done.stderr.decode()
     )
+
+
+@contextmanager
+def running_quantkit(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """Start `quantkit ARGUMENTS` for a test that interrupts it; it does not outlive the block.
+
+    Ctrl-C works in it also where the tests themselves run with SIGINT ignored, as shells start
+    background jobs.
+    """
+    process = subprocess.Popen(
+        [*QUANTKIT, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def assert_one_line_error(done: subprocess.CompletedProcess[str], code: int, *parts: str) -> None:

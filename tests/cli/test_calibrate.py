@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.checkpoint import open_checkpoint
-from tests.cli.command import QUANTKIT, assert_one_line_error, quantkit
+from tests.cli.command import QUANTKIT, assert_one_line_error, quantkit, running_quantkit
 
 OFFLINE_SECONDS = 30
 """Bound of a refusal without network: 5 s of waiting, and imports on a busy machine."""
@@ -143,15 +143,14 @@ def test_a_path_that_cannot_be_used_is_named(tiny_llama: Path, tmp_path: Path, c
 
 def test_ctrl_c_ends_with_130_and_leaves_nothing(tiny_llama: Path, tmp_path: Path) -> None:
     rows = ["--samples", "20000", "--seq-len", "64", "--batch-size", "1"]
-    command = [*QUANTKIT, "calibrate", str(tiny_llama), "-o", str(tmp_path / "out"), *rows]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     staging = tmp_path / ".out.incomplete"
-    deadline = time.monotonic() + 60
-    while not staging.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert staging.exists(), "the run did not start"
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    with running_quantkit("calibrate", tiny_llama, "-o", tmp_path / "out", *rows) as process:
+        deadline = time.monotonic() + 60
+        while not staging.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert staging.exists(), "the run did not start"
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert stdout == ""
     assert stderr.splitlines()[-1] == "interrupted"

@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from quantkit import __version__
 from quantkit.cli.main import main
-from tests.cli.command import QUANTKIT, assert_one_line_error, quantkit
+from tests.cli.command import assert_one_line_error, quantkit, running_quantkit
 
 
 def test_version_and_help() -> None:
@@ -101,12 +100,7 @@ class TestEndings:
 
 def test_interrupting_is_one_line_and_code_130(tiny_checkpoint: Path) -> None:
     workload = ["--repeats", "100000", "--prompt-tokens", "8", "--new-tokens", "8"]
-    with subprocess.Popen(
-        [*QUANTKIT, "bench", tiny_checkpoint, *workload],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with running_quantkit("bench", tiny_checkpoint, *workload) as process:
         assert process.stderr is not None
         started = any(line.startswith("batch") for line in iter(process.stderr.readline, ""))
         process.send_signal(signal.SIGINT)
