@@ -74,7 +74,7 @@ def test_a_text_file_is_cut_into_windows_without_loss(
     samples = load_samples([str(path)], tokenizer, 50, 26)
     ids = word_ids(tokenizer, sentence(100))
     assert as_lists(samples) == [[BOS_ID, *ids[start : start + 25]] for start in (0, 25, 50, 75)]
-    assert samples.warnings == [f"4 of 50 samples usable: {path} has 4 windows of up to 26 tokens"]
+    assert samples.warnings == [f"4 of 50 samples usable: {path.name} has 4 windows of up to 26 tokens"]
 
 
 def test_a_text_shorter_than_a_window_is_one_short_window(tokenizer: Any, tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_unusable_rows_are_replaced_by_others(tokenizer: Any, tmp_path: Path) ->
     samples = load_samples([str(path)], tokenizer, 150, 64)
     assert len(samples.ids) == 150
     [warning] = samples.warnings
-    assert warning.startswith(f"skipped rows of {path}: ")
+    assert warning.startswith(f"skipped rows of {path.name}: ")
     assert warning.endswith(" empty")
 
 
@@ -325,7 +325,7 @@ def test_provenance_is_json_with_all_counts(tokenizer: Any, calibration_file: Pa
     assert (record["seq_len"], record["seed"]) == (40, 3)
     assert record["warnings"] == samples.warnings
     [source] = record["sources"]
-    assert source["source"] == str(calibration_file)
+    assert source["source"] == calibration_file.name
     assert (source["rows"], source["samples"], source["longest"]) == (16, 16, 61)
 
 
@@ -340,7 +340,7 @@ def test_long_rows_are_cut_with_one_warning(tokenizer: Any, tmp_path: Path) -> N
     cut = sum(length > 50 for length in lengths)
     assert [len(ids) for ids in samples.ids] == [min(length, 50) for length in lengths]
     assert samples.warnings == [
-        f"{cut} of 17 samples of {path} were cut to 50 tokens (longest: 501)"
+        f"{cut} of 17 samples of {path.name} were cut to 50 tokens (longest: 501)"
     ]
 
 
@@ -350,7 +350,7 @@ def test_too_few_usable_rows_are_said_with_counts(tokenizer: Any, tmp_path: Path
     samples = load_samples([str(path)], tokenizer, 128, 64)
     assert len(samples.ids) == 3
     assert samples.warnings == [
-        f"3 of 128 samples usable (13 empty): {path} has 16 rows of up to 64 tokens"
+        f"3 of 128 samples usable (13 empty): {path.name} has 16 rows of up to 64 tokens"
     ]
     assert samples.provenance["sources"][0]["skipped"] == {"empty": 13}
 
