@@ -39,8 +39,8 @@ logger = logging.getLogger("quantkit")
 COMPUTE_DTYPE = torch.bfloat16
 """What layers compute in, whatever the source is stored in, so that the same weights give the same
 scales in every dtype. It has the range of float32."""
-BATCH_TOKENS = 4096
-"""Tokens per batch when no batch size is given: enough for full matmul speed on CPUs."""
+BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Tokens per batch when no batch size is given: what fits a CPU's caches, or fills a GPU."""
 DEFAULT_SEQ_LEN = 2048
 DTYPES = {
     "auto": None,
@@ -79,7 +79,7 @@ def calibrate(
         data: sources of calibration text, see `quantkit.calibrate.data`.
         samples: number of calibration samples in all.
         seq_len: tokens per sample; default 2048 or the model's own limit, whichever is less.
-        batch_size: sequences per forward pass; default as many as make 4096 tokens.
+        batch_size: sequences per forward pass; default what suits the device. Changes no result.
         seed: chooses samples; nothing else is random.
         kv: "fp8", "fp8-head" or "none"; default as the recipe says.
         ignore: further modules to leave as they are: names, or `re:` patterns.
@@ -102,7 +102,7 @@ def calibrate(
     skeleton = Skeleton(source, source.config(), COMPUTE_DTYPE, _device(device))
     tokenizer = source.tokenizer() if chosen.needs_data and not dry_run else None
     length, note = _sample_length(skeleton, tokenizer, seq_len)
-    size = batch_size or max(1, BATCH_TOKENS // length)
+    size = batch_size or max(1, BATCH_TOKENS[skeleton.device.type] // length)
     plan = make_plan(skeleton, chosen, samples, length, size)
     if destination is None:
         return Report(plan)

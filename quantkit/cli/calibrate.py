@@ -38,7 +38,8 @@ def calibrate(
         typer.Option(help="Tokens per sample. [default: 2048, or the model's limit]"),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Sequences at once. [default: about 4096 tokens]")
+        int | None,
+        typer.Option(help="Sequences at once; changes no result. [default: what suits the device]"),
     ] = None,
     seed: Annotated[int, typer.Option(help="Chooses the samples.")] = 0,
     kv: Annotated[
