@@ -74,7 +74,9 @@ def test_a_text_file_is_cut_into_windows_without_loss(
     samples = load_samples([str(path)], tokenizer, 50, 26)
     ids = word_ids(tokenizer, sentence(100))
     assert as_lists(samples) == [[BOS_ID, *ids[start : start + 25]] for start in (0, 25, 50, 75)]
-    assert samples.warnings == [f"4 of 50 samples usable: {path.name} has 4 windows of up to 26 tokens"]
+    assert samples.warnings == [
+        f"4 of 50 samples usable: {path.name} has 4 windows of up to 26 tokens"
+    ]
 
 
 def test_a_text_shorter_than_a_window_is_one_short_window(tokenizer: Any, tmp_path: Path) -> None:
