@@ -1,7 +1,7 @@
 """Oracles: what the package must compute, written from the definitions in float64 numpy.
 
 Slow and plain on purpose, and free of any import from quantkit: a mistake there cannot hide here.
-Sections: numerics (formats, scales, tiles); linear ops; attention.
+Sections: numerics (formats, scales, tiles); linear ops; attention; calibration; evaluation.
 """
 
 from __future__ import annotations
@@ -207,3 +207,137 @@ def quantize_weight(
     """Return (E4M3 codes, grid of scales); `amax` replaces the weight's own where it is shared."""
     grid = stored_scale(tile_amax(weight, tile) if amax is None else amax)
     return quantize(weight, grid, "e4m3", tile), grid
+
+
+# Evaluation: what a model says about each token, each from a context of its own.
+
+
+def log_softmax(logits: Float64) -> Float64:
+    """Return log(exp(x) / sum(exp(x))) over the last dimension."""
+    centred = logits - logits.max(axis=-1, keepdims=True)
+    return centred - np.log(np.exp(centred).sum(axis=-1, keepdims=True))
+
+
+def scored_log_probabilities(
+    next_logits: Callable[[list[int]], Float64],
+    text: list[int],
+    window: int,
+    stride: int,
+    prefix: tuple[int, ...] = (),
+) -> dict[int, Float64]:
+    """Return {position: log probabilities [vocab]} of every token of a text that is scored.
+
+    A window reads at most `window` tokens, `prefix` included; window k begins k * stride later than
+    the first. A token belongs to the first window that reaches it.
+    """
+    first = 0 if prefix else 1
+    reach = window - max(len(prefix) - 1, 0)
+    found = {}
+    for position in range(first, len(text)):
+        begin = first + max(0, math.ceil((position - first + 1 - reach) / stride)) * stride
+        context = [*prefix, *text[begin if prefix else begin - 1 : position]]
+        found[position] = log_softmax(next_logits(context))
+    return found
+
+
+def perplexity(log_probabilities: dict[int, Float64], text: list[int]) -> float:
+    """Return exp(-mean log p) over all scored tokens."""
+    terms = [row[text[position]] for position, row in log_probabilities.items()]
+    return math.exp(-math.fsum(terms) / len(terms))
+
+
+def divergences(original: dict[int, Float64], other: dict[int, Float64]) -> Float64:
+    """Return KL(original || other) of every scored token."""
+    pairs = ((original[position], other[position]) for position in original)
+    return np.array([(np.exp(p) * (p - q)).sum() for p, q in pairs])
+
+
+# Accuracy tiers: scales by search, error feedback, smoothing.
+
+
+def weighted_tile_errors(
+    weight: Float64, grid: Float64, name: str, tile: tuple[int, int], moments: Float64
+) -> Float64:
+    """Return the weighted squared error of rounding with `grid`, per tile.
+
+    moments [K]: sum_k m_k e_k^2. moments [K, K]: e^T M e with the columns within the tile only.
+    """
+    error = dequantize(quantize(weight, grid, name, tile), grid, name, tile) - weight
+    full = np.diag(moments) if moments.ndim == 1 else moments
+    result = np.zeros_like(grid)
+    for row in range(weight.shape[0]):
+        for left in range(0, weight.shape[1], tile[1]):
+            part = error[row, left : left + tile[1]]
+            inner = full[left : left + tile[1], left : left + tile[1]]
+            result[row // tile[0], left // tile[1]] += part @ inner @ part
+    return result
+
+
+def output_errors(values: Float64, target: Float64, moments: Float64) -> Float64:
+    """Return e M e^T for every row e of target - values: the mean squared output error."""
+    error = target - values
+    return np.einsum("ni,ij,nj->n", error, moments, error)
+
+
+def feed_back_errors(
+    weight: Float64, moments: Float64, scale: Float64, name: str, order: list[int]
+) -> Float64:
+    """Return the quantized values by the textbook: round a column, repair with the rest, drop it.
+
+    After rounding column k by an error e, the best change of all columns that are left is
+    -e / [H^-1]_kk * [H^-1]_k; then k is taken out of H^-1 by one step of Gaussian elimination.
+    scale: one for each element.
+    """
+    weight, inverse = weight.copy(), np.linalg.inv(moments)
+    values = np.empty_like(weight)
+    for place, k in enumerate(order):
+        rest = order[place + 1 :]
+        codes = float8_encode(weight[:, k] / scale[:, k], name)
+        values[:, k] = float8_values(name)[codes] * scale[:, k]
+        error = (weight[:, k] - values[:, k]) / inverse[k, k]
+        weight[:, rest] -= np.outer(error, inverse[k, rest])
+        inverse -= np.outer(inverse[:, k], inverse[k]) / inverse[k, k]
+    return values
+
+
+def descend_errors(
+    values: Float64, weight: Float64, moments: Float64, scale: Float64, name: str, order: list[int]
+) -> Float64:
+    """Return values after every column in turn took the code of least output error, by trying."""
+    values = values.copy()
+    steps = float8_values(name)
+    steps = steps[np.isfinite(steps)]
+    for k in order:
+        tried = []
+        for step in steps:
+            trial = values.copy()
+            trial[:, k] = step * scale[:, k]
+            tried.append(output_errors(trial, weight, moments))
+        values[:, k] = steps[np.argmin(tried, axis=0)] * scale[:, k]
+    return values
+
+
+def ridge_regression(
+    inputs: Float64, outputs: Float64, weight: Float64, strength: float
+) -> Float64:
+    """Return V of least |outputs - inputs V^T|^2 + strength |V - weight|^2, as least squares.
+
+    Shapes: inputs [tokens, K], outputs [tokens, N], weight [N, K].
+    """
+    pull = np.sqrt(strength)
+    rows = np.concatenate([inputs, pull * np.eye(inputs.shape[1])])
+    goal = np.concatenate([outputs, pull * weight.T])
+    return np.linalg.lstsq(rows, goal, rcond=None)[0].T
+
+
+def repeat_kv_channels(
+    channels: NDArray[Any], num_heads: int, num_kv_heads: int, head_dim: int
+) -> NDArray[Any]:
+    """Return, for each channel of the attention's output, that of the value head behind it."""
+    return np.array(
+        [
+            channels[(head * num_kv_heads // num_heads) * head_dim + lane]
+            for head in range(num_heads)
+            for lane in range(head_dim)
+        ]
+    )

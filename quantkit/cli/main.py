@@ -18,6 +18,7 @@ from quantkit import __version__
 from quantkit.cli.bench import bench
 from quantkit.cli.calibrate import calibrate
 from quantkit.cli.console import close_stdout, note, open_console
+from quantkit.cli.eval import evaluate
 from quantkit.cli.generate import generate
 from quantkit.errors import QuantKitError
 
@@ -30,6 +31,7 @@ app = typer.Typer(
     help="FP8 quantization of language models, and a runtime for the result.",
 )
 app.command("calibrate")(calibrate)
+app.command("eval")(evaluate)
 app.command("generate")(generate)
 app.command("bench")(bench)
 
