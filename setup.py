@@ -63,6 +63,7 @@ extension = Extension(
         "-ffp-contract=off",
         "-Wall",
         "-Wno-maybe-uninitialized",  # false alarms inside GCC's own AVX-512 headers
+        "-Wno-uninitialized",
     ],
     optional=True,  # an editable install then does not insist on a file to copy
     py_limited_api=True,  # it uses no Python API at all; this names it _cpu.abi3.so

@@ -1,4 +1,5 @@
-// Registration only: the C++ kernels of the CPU ops. Their schemas are defined in quantkit/ops.py.
+// Registration only: the C++ kernels of the CPU ops. Their schemas are defined in Python, in
+// quantkit/ops.py and quantkit/attention_ops.py.
 
 #include <torch/csrc/stable/library.h>
 
@@ -7,5 +8,12 @@
 STABLE_TORCH_LIBRARY_IMPL(quantkit, CPU, library) {
   library.impl("fp8_linear", TORCH_BOX(&quantkit::fp8_linear));
   library.impl("fp8_gated_linear", TORCH_BOX(&quantkit::fp8_gated_linear));
+  library.impl("linear", TORCH_BOX(&quantkit::linear));
+  library.impl("gated_linear", TORCH_BOX(&quantkit::gated_linear));
   library.impl("dequantize_weight", TORCH_BOX(&quantkit::dequantize_weight));
+  library.impl("decoder_step", TORCH_BOX(&quantkit::decoder_step));
+  library.impl("rms_norm", TORCH_BOX(&quantkit::rms_norm));
+  library.impl("rotary", TORCH_BOX(&quantkit::rotary));
+  library.impl("kv_append", TORCH_BOX(&quantkit::kv_append));
+  library.impl("paged_attention", TORCH_BOX(&quantkit::paged_attention));
 }

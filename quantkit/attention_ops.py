@@ -1,8 +1,9 @@
 """Custom ops of attention: RMS norm, rotary embedding, KV cache append, paged attention.
 
-Schema, fake kernel and a reference kernel in torch for each, in namespace "quantkit"; compiled
-kernels register onto the same names and then win. Linear ops are in `quantkit.ops`. Which sequence
-owns which block of the cache is decided by the caller.
+Schema, fake kernel and a reference kernel in torch for each, in namespace "quantkit"; the C++
+kernels, if built, register onto the same names and then win on CPU. In those a token's result is
+the same bits whatever else is in the call, and in float32 until one rounding at the end. Linear ops
+are in `quantkit.ops`. Which sequence owns which block of the cache is decided by the caller.
 
 A cache holds E4M3 codes together with float32 scales, [1] or [num_kv_heads], or, without scales,
 plain values in any float dtype. Its layout is [num_blocks, block_size, num_kv_heads, head_dim].
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import quantkit.extension  # noqa: F401 - adds the C++ kernels
 from quantkit.errors import UnsupportedError
 from quantkit.numerics import E4M3, encode
 
@@ -24,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     float32 inside; the normalized value is rounded to x.dtype *before* the weight is applied, as
     transformers does. Shapes: x [..., features], weight [features] -> like x.
     """
-    out: Tensor = torch.ops.quantkit.rms_norm(x, weight, eps)
+    out: Tensor = torch.ops.quantkit.rms_norm(x.contiguous(), weight, eps)
     return out
 
 
@@ -227,8 +229,10 @@ def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
 def _per_head(scale: Tensor | None, cache: Tensor, heads: int) -> Tensor | float:
     """Return what to multiply by for each query head, given what `_gather` gives."""
     if (scale is None) == (cache.dtype == torch.float8_e4m3fn):
+        dtype = str(cache.dtype).removeprefix("torch.")
         raise UnsupportedError(
-            f"a KV cache has scales if and only if it is float8_e4m3fn; it is {cache.dtype}"
+            "paged_attention: the cache must be float8_e4m3fn if and only if there are scales, got "
+            f"{dtype}"
         )
     if scale is None:
         return 1.0

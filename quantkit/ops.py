@@ -1,27 +1,26 @@
-"""Custom torch ops: schema, shapes, and a reference kernel in torch for each; and the C++ kernels.
+"""Custom ops of linear layers with 8-bit weights: schema, shapes, a reference kernel for each.
 
 Every op is registered in the namespace `quantkit` with a reference kernel that runs on any device
-and a fake kernel for tracing. The extension `quantkit._cpu`, if it was built, adds C++ kernels for
-the CPU to the same ops, and those win. The functions of this module are what the rest of quantkit
-calls; they choose between ops by the number of rows. No file formats, no modules, no state here.
+and a fake kernel for tracing. The C++ extension (`quantkit.extension`) adds kernels for the CPU to
+the same ops, and those win. The functions of this module are what the rest of quantkit calls; they
+choose between ops by the number of rows. No file formats, no modules, no state here.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable
 from functools import partial
 from math import ceil
-from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import quantkit.extension  # noqa: F401 - adds the C++ kernels
 from quantkit import numerics
-from quantkit.errors import UnsupportedError, nearest
+from quantkit.errors import nearest
+from quantkit.op_checks import check_float, check_input, check_tensor, dtype_name, fail
 
 FEW_ROWS: Final = 16
 """Up to this many rows of x, decoding weights inside the product beats decoding them first."""
@@ -33,30 +32,7 @@ ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "relu": F.relu,
 }
 
-FLOAT_DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-
 _FORMAT_OF: Final = {fmt.dtype: fmt for fmt in numerics.FORMATS.values()}
-
-
-def load_extension(folder: Path = Path(__file__).parent) -> bool:
-    """Load the C++ kernels built into `folder`; return whether they are in use.
-
-    `QUANTKIT_DISABLE_EXT=1` leaves them out. A library that does not load (built for another
-    system, say) is reported, and the reference kernels stay.
-    """
-    libraries = sorted(folder.glob("_cpu*.so"))
-    if os.environ.get("QUANTKIT_DISABLE_EXT") == "1" or not libraries:
-        return False
-    try:
-        torch.ops.load_library(str(libraries[0]))  # type: ignore[no-untyped-call]
-    except OSError as error:
-        logger = logging.getLogger("quantkit")
-        logger.warning("cannot load %s, using slow reference kernels: %s", libraries[0], error)
-        return False
-    return True
-
-
-# ---- linear layers with 8-bit weights
 
 
 def fp8_linear(
@@ -104,7 +80,7 @@ def fp8_gated_linear(
         )
         return y
     both = _dense_linear(x, weight, weight_scale, bias, group_size)
-    return _gate(both.float(), activation).to(x.dtype)
+    return gate(both.float(), activation).to(x.dtype)
 
 
 def dequantize_weight(
@@ -112,8 +88,8 @@ def dequantize_weight(
 ) -> Tensor:
     """Return `decode(weight) * scale`, computed in float32 and rounded once to `dtype`.
 
-    Shapes and errors as in `fp8_linear`; `dtype` is one of `FLOAT_DTYPES`. The result is that of
-    `numerics.dequantize`, bit for bit.
+    Shapes and errors as in `fp8_linear`; `dtype` is float32, bfloat16 or float16. The result is
+    that of `numerics.dequantize`, bit for bit.
     """
     dense: Tensor = torch.ops.quantkit.dequantize_weight(weight, weight_scale, group_size, dtype)
     return dense
@@ -126,10 +102,10 @@ def _dense_linear(
     return F.linear(x, dense, None if bias is None else bias.to(x.dtype))
 
 
-def _gate(both: Tensor, activation: str) -> Tensor:
+def gate(both: Tensor, activation: str) -> Tensor:
     """Return act(first half of the columns) * second half."""
-    gate, up = both.chunk(2, dim=-1)
-    return ACTIVATIONS[activation](gate) * up
+    first, second = both.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](first) * second
 
 
 torch.library.define(
@@ -167,12 +143,12 @@ def _fp8_gated_linear_reference(
     op = "fp8_gated_linear"
     _check_linear(op, x, weight, weight_scale, bias, group_size)
     if weight.shape[0] % 2:
-        _fail(op, "weight", "gate rows then as many up rows", list(weight.shape))
+        fail(op, "weight", "gate rows then as many up rows", list(weight.shape))
     if activation not in ACTIVATIONS:
         actual = f"{activation!r}{nearest(activation, ACTIVATIONS)}"
-        _fail(op, "activation", "silu, gelu, gelu_tanh or relu", actual)
+        fail(op, "activation", "silu, gelu, gelu_tanh or relu", actual)
     both = _linear_float32(x, weight, weight_scale, bias, group_size)
-    return _gate(both, activation).to(x.dtype)
+    return gate(both, activation).to(x.dtype)
 
 
 @torch.library.impl("quantkit::dequantize_weight", "default")
@@ -181,7 +157,7 @@ def _dequantize_weight_reference(
 ) -> Tensor:
     op = "dequantize_weight"
     _check_weight(op, weight, weight_scale, group_size)
-    _check_float(op, "dtype", dtype)
+    check_float(op, "dtype", dtype)
     fmt = _FORMAT_OF[weight.dtype]
     return numerics.dequantize(weight, weight_scale, fmt, (1, group_size), dtype)
 
@@ -225,56 +201,18 @@ def _check_linear(
     op: str, x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, group_size: int
 ) -> None:
     _check_weight(op, weight, weight_scale, group_size)
-    rows, columns = weight.shape
-    _check_float(op, "x", x.dtype)
-    _check_tensor(op, "x", x, "[M, K]", (None, columns))
-    if bias is not None:
-        _check_float(op, "bias", bias.dtype)
-        _check_tensor(op, "bias", bias, "[N]", (rows,))
+    check_input(op, x, weight, bias)
 
 
 def _check_weight(op: str, weight: Tensor, weight_scale: Tensor, group_size: int) -> None:
     if weight.dtype not in _FORMAT_OF:
         expected = "float8_e4m3fn, float8_e5m2 or uint8 (E3M4 codes)"
-        _fail(op, "weight", expected, _dtype_name(weight.dtype))
-    _check_tensor(op, "weight", weight, "[N, K]", (None, None))
+        fail(op, "weight", expected, dtype_name(weight.dtype))
+    check_tensor(op, "weight", weight, "[N, K]", (None, None))
     if group_size < 1:
-        _fail(op, "group_size", "at least 1", group_size)
+        fail(op, "group_size", "at least 1", group_size)
     if weight_scale.dtype != torch.float32:
-        _fail(op, "weight_scale", "float32", _dtype_name(weight_scale.dtype))
+        fail(op, "weight_scale", "float32", dtype_name(weight_scale.dtype))
     rows, columns = weight.shape
     groups = ceil(columns / group_size)
-    _check_tensor(op, "weight_scale", weight_scale, "[N, ceil(K / group_size)]", (rows, groups))
-
-
-# ---- checks shared by all reference kernels; the C++ kernels give the same texts
-
-
-def _check_float(op: str, argument: str, dtype: torch.dtype) -> None:
-    if dtype not in FLOAT_DTYPES:
-        _fail(op, argument, "float32, bfloat16 or float16", _dtype_name(dtype))
-
-
-def _check_tensor(
-    op: str, argument: str, tensor: Tensor, letters: str, shape: tuple[int | None, ...]
-) -> None:
-    fits = tensor.ndim == len(shape) and all(
-        want in (None, have) for want, have in zip(shape, tensor.shape, strict=True)
-    )
-    if not fits:
-        sizes = ", ".join("any" if size is None else str(size) for size in shape)
-        _fail(op, argument, f"of shape {letters} = [{sizes}]", list(tensor.shape))
-    if not tensor.is_contiguous():
-        _fail(op, argument, "contiguous", f"strides {list(tensor.stride())}")
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _fail(op: str, argument: str, expected: str, actual: object) -> None:
-    raise UnsupportedError(f"{op}: {argument} must be {expected}, got {actual}")
-
-
-EXTENSION_LOADED: Final = load_extension()
-"""Whether CPU tensors go to the C++ kernels; if not, the reference kernels serve, slowly."""
+    check_tensor(op, "weight_scale", weight_scale, "[N, ceil(K / group_size)]", (rows, groups))

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SHARED = ("errors", "numerics", "scheme", "shards", "staging", "checkpoint")
-OPS = ("ops", "attention_ops")
+OPS = ("extension", "op_checks", "ops", "dense_ops", "attention_ops", "decoder_ops")
 RUNTIME = ("errors", "numerics", "scheme", "shards", "checkpoint", *OPS, "runtime")
 EVERYTHING = (*SHARED, "calibrate", *OPS, "runtime", "speculative", "export", "evaluate", "cli")
 
@@ -27,8 +27,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "staging": ("errors",),
     "checkpoint": ("errors", "numerics", "scheme", "shards"),
     "calibrate": (*SHARED, "calibrate"),
-    "ops": ("errors", "numerics", "ops"),
-    "attention_ops": ("errors", "numerics", "ops"),
+    "extension": (),
+    "op_checks": ("errors",),
+    "ops": ("errors", "numerics", *OPS),
+    "dense_ops": ("errors", "numerics", *OPS),
+    "attention_ops": ("errors", "numerics", *OPS),
+    "decoder_ops": ("errors", "numerics", *OPS),
     "runtime": RUNTIME,
     "speculative": (*RUNTIME, "speculative"),
     "export": (*SHARED, "calibrate", *OPS, "runtime", "export"),

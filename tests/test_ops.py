@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from quantkit import ops
+from quantkit.extension import EXTENSION_LOADED
 from quantkit.numerics import E3M4, E4M3, FORMATS, Format, decode, dequantize
 from tests import reference
 
@@ -29,6 +31,9 @@ ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 131]
 BATCHES = [0, 1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 33]
 # Half the distance between neighbours, relative to the number: the cost of one rounding.
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+# Whether sums of 16-bit x may pass through float16: the widest kernels, where nothing forbids them.
+HALF_SUMS = EXTENSION_LOADED and os.environ.get("QUANTKIT_CPU_ISA", "avx512fp16")[-4:] == "fp16"
 
 EVERY_FORMAT = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", UNIT, ids=lambda d: str(d).removeprefix("torch."))
@@ -68,7 +73,16 @@ class Layer:
 
         A sum of K rounded products in any order is off by at most K u sum|x w| to first order, u
         the unit of float32; 3 more steps are the scale, the bias and slack for higher orders.
+        Kernels that sum 16-bit x in float16 first add nine roundings to float16.
         """
+        y, size = self.exact(x, bias)
+        bound = (x.shape[1] + 3) * UNIT[torch.float32] * size
+        if HALF_SUMS and x.dtype != torch.float32:
+            bound += 9 * UNIT[torch.float16] * size
+        return y, bound
+
+    def exact(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the result and sum |x w| + |bias|, both in float64."""
         codes, grid = self.weight.view(torch.uint8).numpy(), self.scale.double().numpy()
         b = None if bias is None else bias.double().numpy()
         exact = (codes, grid, self.fmt.name, self.group_size, b)
@@ -76,8 +90,7 @@ class Layer:
         absolute = np.abs(reference.float8_values(self.fmt.name))[codes]
         absolute *= reference.expand_grid(grid, codes.shape, (1, self.group_size))
         size = x.double().abs().numpy() @ absolute.T + (0 if b is None else np.abs(b))
-        bound = (codes.shape[1] + 3) * UNIT[torch.float32] * size
-        return torch.from_numpy(y), torch.from_numpy(bound)
+        return torch.from_numpy(y), torch.from_numpy(size)
 
 
 def assert_close(actual: Tensor, exact: Tensor, bound: Tensor) -> None:
@@ -164,10 +177,15 @@ def test_every_code_has_its_value_in_every_column(columns: int, fmt: Format) -> 
         codes[code, code % columns] = code
     layer = Layer(codes.view(fmt.dtype), torch.ones(256, 1), torch.zeros(256), fmt, columns)
     values = torch.from_numpy(reference.float8_values(fmt.name)).float()
-    for batch in (1, 3, 8):
-        actual = layer.linear(torch.ones(batch, columns))
+    for batch, dtype in (
+        (1, torch.float32),
+        (3, torch.bfloat16),
+        (8, torch.float32),
+        (6, torch.half),
+    ):
+        actual = layer.linear(torch.ones(batch, columns, dtype=dtype))
         for row in actual:  # the codes of NaN give NaN, and only in their own output
-            torch.testing.assert_close(row, values, rtol=0, atol=0, equal_nan=True)
+            torch.testing.assert_close(row, values.to(dtype), rtol=0, atol=0, equal_nan=True)
 
 
 @EVERY_FORMAT
@@ -191,7 +209,33 @@ def test_nan_in_x_spoils_its_own_row_only() -> None:
     assert layer.linear(x).isnan().all(dim=1).tolist() == [False, False, True, False]
 
 
-@pytest.mark.skipif(not ops.EXTENSION_LOADED, reason="torch's matmul does not promise it")
+@EVERY_FORMAT
+@pytest.mark.parametrize("kind", ["normal", "tiny", "outlier", "wide"])
+def test_sums_of_16_bit_x_are_better_than_16_bit_x(kind: str, fmt: Format) -> None:
+    layer = Layer.random(64, 4096, fmt, 4096)
+    x = torch.randn(5, 4096)
+    if kind == "tiny":
+        x *= 1e-30
+    elif kind == "outlier":
+        x[:, 7] = 3e4
+    elif kind == "wide":
+        x = (3 * x).exp() * x.sign()
+    exact, _ = layer.exact(x.bfloat16())
+    error = (layer.linear(x.bfloat16()).double() - exact).norm()
+    assert error < (exact.bfloat16() - exact).norm() + 8e-4 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_largest_sums_do_not_overflow(dtype: torch.dtype) -> None:
+    codes = torch.full((5, 1000), 0x7E, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    layer = Layer(codes, torch.full((5, 1), 2.0**-9), torch.zeros(5), E4M3, 1000)
+    for value in (1.0, 1.99, 1e-4):
+        x = torch.full((3, 1000), value).to(dtype)
+        exact, _ = layer.exact(x)
+        np.testing.assert_allclose(layer.linear(x).double(), exact, rtol=2 * UNIT[dtype] + 5e-3)
+
+
+@pytest.mark.skipif(not EXTENSION_LOADED, reason="torch's matmul does not promise it")
 @EVERY_FORMAT
 @EVERY_DTYPE
 @pytest.mark.parametrize(("columns", "group_size"), [(576, 576), (1000, 128), (33, 7)])
@@ -212,7 +256,7 @@ def test_a_row_is_the_same_bits_in_every_batch(
             assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
 
 
-@pytest.mark.skipif(not ops.EXTENSION_LOADED, reason="torch's matmul does not promise it")
+@pytest.mark.skipif(not EXTENSION_LOADED, reason="torch's matmul does not promise it")
 def test_threads_do_not_change_a_bit() -> None:
     layer = Layer.random(1501, 577, E4M3, 577)
     x = torch.randn(3, 577)
@@ -249,7 +293,7 @@ def test_wrappers_agree_with_the_oracle_on_both_sides_of_the_changeover(dtype: t
     for batch in (0, 1, ops.FEW_ROWS, ops.FEW_ROWS + 1, 40):
         x = torch.randn(batch, 300).to(dtype)
         exact, bound = layer.oracle(x, layer.bias)
-        size = bound / (303 * UNIT[torch.float32])
+        _, size = layer.exact(x, layer.bias)
         arguments = (layer.weight, layer.scale, layer.bias, layer.group_size)
         # Above the changeover the weight and the bias are rounded to the dtype of x as well.
         bound = bound + 2 * UNIT[dtype] * size

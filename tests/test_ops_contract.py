@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit import ops
+from quantkit import extension, ops
 from quantkit.errors import UnsupportedError
 
 # C++ kernels raise through torch, which has one exception type for all.
@@ -101,10 +101,10 @@ def test_a_missing_or_broken_library_leaves_the_reference_kernels(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("QUANTKIT_DISABLE_EXT", raising=False)
-    assert not ops.load_extension(tmp_path)
+    assert not extension.load_extension(tmp_path)
     assert not caplog.records
     (tmp_path / "_cpu.abi3.so").write_bytes(b"not a library")
-    assert not ops.load_extension(tmp_path)
+    assert not extension.load_extension(tmp_path)
     assert "using slow reference kernels" in caplog.text
 
 
@@ -123,14 +123,22 @@ def run_python(arguments: list[str], **variables: str) -> subprocess.CompletedPr
 OTHER_KERNELS = {
     "portable": {"QUANTKIT_CPU_ISA": "portable"},
     "avx2": {"QUANTKIT_CPU_ISA": "avx2"},
+    "avx512": {"QUANTKIT_CPU_ISA": "avx512"},
     "reference": {"QUANTKIT_DISABLE_EXT": "1"},
 }
 
 
-@pytest.mark.skipif(not ops.EXTENSION_LOADED, reason="nothing to choose from")
+@pytest.mark.skipif(not extension.EXTENSION_LOADED, reason="nothing to choose from")
 @pytest.mark.parametrize("kernels", OTHER_KERNELS)
 def test_other_kernels_pass_the_same_tests(kernels: str) -> None:
-    files = [__file__, str(Path(__file__).with_name("test_ops.py"))]
+    names = (
+        "test_ops.py",
+        "test_dense_ops.py",
+        "test_attention_ops.py",
+        "test_attention_kernels.py",
+        "test_decoder_ops.py",
+    )
+    files = [__file__, *(str(Path(__file__).with_name(name)) for name in names)]
     pytest_again = [
         "-m",
         "pytest",
@@ -144,7 +152,7 @@ def test_other_kernels_pass_the_same_tests(kernels: str) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.skipif(not ops.EXTENSION_LOADED, reason="no extension reads it")
+@pytest.mark.skipif(not extension.EXTENSION_LOADED, reason="no extension reads it")
 def test_an_unknown_instruction_set_is_an_error() -> None:
     script = (
         "import torch; from quantkit import ops;"
@@ -152,4 +160,6 @@ def test_an_unknown_instruction_set_is_an_error() -> None:
         "ops.dequantize_weight(w, torch.ones(1, 1), 1, torch.float32)"
     )
     result = run_python(["-c", script], QUANTKIT_CPU_ISA="avx9")
-    assert "QUANTKIT_CPU_ISA must be portable, avx2 or avx512, got 'avx9'" in result.stderr
+    assert (
+        "QUANTKIT_CPU_ISA must be portable, avx2, avx512 or avx512fp16, got 'avx9'" in result.stderr
+    )

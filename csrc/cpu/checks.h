@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <initializer_list>
 #include <optional>
 #include <stdexcept>
@@ -82,6 +83,35 @@ inline FloatType float_type(const char* op, const char* argument, ScalarType typ
   }
 }
 
+inline WeightFormat stored_format(FloatType type) {
+  switch (type) {
+    case FloatType::kFloat32: return WeightFormat::kFloat32;
+    case FloatType::kBFloat16: return WeightFormat::kBFloat16;
+    case FloatType::kFloat16: return WeightFormat::kFloat16;
+  }
+  return WeightFormat::kFloat32;
+}
+
+inline void check_same_dtype(const char* op, const char* argument, const Tensor& tensor,
+                             const Tensor& x) {
+  if (tensor.scalar_type() != x.scalar_type()) {
+    fail(op, argument, "of x's dtype, " + dtype_text(x.scalar_type()),
+         dtype_text(tensor.scalar_type()));
+  }
+}
+
+// [tokens, heads, head_dim] whose heads lie side by side: a contiguous tensor, or some of the heads
+// of a wider one.
+inline void check_rows(const char* op, const char* argument, const Tensor& tensor) {
+  if (!tensor.is_cpu()) fail(op, argument, "on the CPU", "a tensor on another device");
+  const bool side_by_side = (tensor.size(2) == 1 || tensor.stride(2) == 1) &&
+                            (tensor.size(1) == 1 || tensor.stride(1) == tensor.size(2));
+  if (tensor.numel() > 0 && !side_by_side) {
+    fail(op, argument, "contiguous but for its first dimension",
+         "strides " + shape_text(tensor.strides()));
+  }
+}
+
 inline WeightFormat weight_format(const char* op, ScalarType type) {
   switch (type) {
     case ScalarType::Float8_e4m3fn: return WeightFormat::kE4M3;
@@ -114,6 +144,28 @@ inline WeightMatrix weight_matrix(const char* op, const Tensor& weight, const Te
           .group_size = group_size,
           .groups = groups,
           .format = format};
+}
+
+inline Activation activation_named(const char* op, const std::string& name) {
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "relu") return Activation::kRelu;
+  fail(op, "activation", "silu, gelu, gelu_tanh or relu", "'" + name + "'");
+}
+
+// The weight [N, K] of a layer that is not quantized.
+inline WeightMatrix float_matrix(const char* op, const Tensor& weight) {
+  const FloatType type = float_type(op, "weight", weight.scalar_type());
+  check_shape(op, "weight", weight, "[N, K]", {-1, -1});
+  check_layout(op, "weight", weight);
+  return {.codes = static_cast<const uint8_t*>(weight.const_data_ptr()),
+          .scale = nullptr,
+          .rows = weight.size(0),
+          .columns = weight.size(1),
+          .group_size = std::max<int64_t>(1, weight.size(1)),
+          .groups = 1,
+          .format = stored_format(type)};
 }
 
 }  // namespace quantkit

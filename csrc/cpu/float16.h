@@ -16,6 +16,11 @@ struct BFloat16 {
   uint16_t bits;
 };
 
+template <class T>
+inline constexpr bool kIsBFloat16 = false;
+template <>
+inline constexpr bool kIsBFloat16<BFloat16> = true;
+
 inline uint32_t float_bits(float value) {
   uint32_t bits;
   std::memcpy(&bits, &value, sizeof(bits));

@@ -1,4 +1,4 @@
-// The three 8-bit weight formats, as the kernels need them. Definitions: quantkit/numerics.py.
+// The three 8-bit formats, as the kernels need them. Definitions: quantkit/numerics.py.
 //
 // Vector decode: a code's sign, exponent and mantissa, moved into the places of a float16, are the
 // float16 of  value * 2^-(15 - bias), exactly, for every finite code including subnormals:
@@ -12,7 +12,8 @@
 
 namespace quantkit {
 
-enum class WeightFormat { kE4M3, kE5M2, kE3M4 };
+// What weights and caches are stored as; the last three are plain floats, without scales.
+enum class WeightFormat { kE4M3, kE5M2, kE3M4, kFloat32, kBFloat16, kFloat16 };
 
 constexpr int kNoSpecial = 0x80;
 
@@ -71,5 +72,26 @@ struct DecodeTable {
 
 template <class Format>
 inline constexpr DecodeTable<Format> kDecodeTable{};
+
+// The E4M3 code nearest to a value, ties to even; beyond 448 it saturates, NaN stays NaN.
+// No branches, so that compilers can do many at a time.
+inline uint8_t encode_e4m3(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof(bits));
+  const uint32_t sign = (bits >> 24) & 0x80;
+  const uint32_t magnitude = bits & 0x7FFFFFFF;
+  const uint32_t clamped = magnitude < 0x43E00000 ? magnitude : 0x43E00000;  // 448
+  // Keep 3 of 23 mantissa bits; a carry moves into the exponent, as it should. Bias 127 to 7.
+  const uint32_t normal = (clamped + 0x7FFFF + ((clamped >> 20) & 1) - (120u << 23)) >> 20;
+  // Below 2^-6 the step is 2^-9, which is the step of float32 in [2^14, 2^15): let an add round.
+  float shifted;
+  __builtin_memcpy(&shifted, &clamped, sizeof(shifted));
+  shifted += 16384.0f;
+  uint32_t subnormal;
+  __builtin_memcpy(&subnormal, &shifted, sizeof(subnormal));
+  subnormal -= 0x46800000;
+  const uint32_t finite = clamped < 0x3C800000 ? subnormal : normal;
+  return static_cast<uint8_t>(sign | (magnitude > 0x7F800000 ? 0x7F : finite));
+}
 
 }  // namespace quantkit

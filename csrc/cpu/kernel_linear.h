@@ -43,7 +43,8 @@ bool has_special(const uint8_t* codes, int64_t count) {
 template <class Isa, class Format, int kR, int kM>
 struct Block {
   using Lanes = typename Isa::Lanes;
-  using Codes = typename Isa::template Codes<Format>;
+  using Codes = typename Stored<Isa, Format>::type;
+  static constexpr int64_t kBytes = Stored<Isa, Format>::kBytes;
 
   Lanes sum[kR][kM];
   typename Codes::Peak peak;
@@ -83,15 +84,18 @@ struct Block {
     int64_t column = 0;
     for (; column + Isa::kColumns <= count; column += Isa::kColumns) {
       QK_UNROLL for (int r = 0; r < kR; ++r) {
-        __builtin_prefetch(w[r] + column + kR * row_bytes);
-        codes[r] = Codes::load(w[r] + column);
+        const uint8_t* stored = w[r] + column * kBytes;
+        QK_UNROLL for (int line = 0; line * 64 < Isa::kColumns * kBytes; ++line) {
+          __builtin_prefetch(stored + line * 64 + kR * row_bytes);
+        }
+        codes[r] = Codes::load(stored);
       }
       add(codes, x);
       x += kM * Isa::kColumns;
     }
     if (column < count) {
       QK_UNROLL for (int r = 0; r < kR; ++r) {
-        codes[r] = Codes::load_some(w[r] + column, static_cast<int>(count - column));
+        codes[r] = Codes::load_some(w[r] + column * kBytes, static_cast<int>(count - column));
       }
       add(codes, x);
       x += kM * Isa::kColumns;
@@ -109,7 +113,7 @@ inline __attribute__((always_inline)) bool dot_one_group(const LinearTask& task,
                                                          float* out) {
   using Dot = Block<Isa, Format, kR, kM>;
   Dot block = Dot::none();
-  block.add_columns(w, task.weight.columns, task.x, task.weight.columns);
+  block.add_columns(w, task.weight.columns, task.x, task.weight.columns * Dot::kBytes);
   QK_UNROLL for (int r = 0; r < kR; ++r) {
     QK_UNROLL for (int m = 0; m < kM; ++m) {
       out[r * kM + m] = block.sum[r][m].sum() * Dot::Codes::kFactor * scale[r][0];
@@ -135,9 +139,9 @@ inline __attribute__((always_inline)) bool dot_groups(const LinearTask& task,
     const int64_t begin = group * weight.group_size;
     const int64_t count = at_most(weight.group_size, weight.columns - begin);
     const uint8_t* start[kR];
-    QK_UNROLL for (int r = 0; r < kR; ++r) start[r] = w[r] + begin;
+    QK_UNROLL for (int r = 0; r < kR; ++r) start[r] = w[r] + begin * Dot::kBytes;
     block.clear();
-    x = block.add_columns(start, count, x, weight.columns);
+    x = block.add_columns(start, count, x, weight.columns * Dot::kBytes);
     QK_UNROLL for (int r = 0; r < kR; ++r) {
       const Lanes factor = Lanes::broadcast(scale[r][group]);
       QK_UNROLL for (int m = 0; m < kM; ++m) {
@@ -157,21 +161,24 @@ using DotRows = void (*)(const LinearTask&, int64_t row, int valid, float* out);
 template <class Isa, class Format, int kR, int kM>
 __attribute__((noinline)) void dot_rows(const LinearTask& task, int64_t row, int valid,
                                         float* out) {
+  static constexpr float kOne = 1.0f;
   const WeightMatrix& weight = task.weight;
   const uint8_t* w[kR];
   const float* scale[kR];
   QK_UNROLL for (int r = 0; r < kR; ++r) {  // rows beyond the end repeat the last one
     const int64_t source = row + at_most(r, valid - 1);
-    w[r] = weight.codes + source * weight.columns;
-    scale[r] = weight.scale + source * weight.groups;
+    w[r] = weight.codes + source * weight.columns * Stored<Isa, Format>::kBytes;
+    scale[r] = weight.scale == nullptr ? &kOne : weight.scale + source * weight.groups;
   }
   const bool special = weight.groups == 1 ? dot_one_group<Isa, Format, kR, kM>(task, w, scale, out)
                                           : dot_groups<Isa, Format, kR, kM>(task, w, scale, out);
-  if (!special) return;
-  for (int r = 0; r < valid; ++r) {
-    if (!has_special<Format>(w[r], weight.columns)) continue;
-    for (int m = 0; m < task.batch; ++m) {
-      out[r * kM + m] = dot_by_table<Isa, Format>(task, row + r, m);
+  if constexpr (Stored<Isa, Format>::kIsCode) {
+    if (!special) return;
+    for (int r = 0; r < valid; ++r) {
+      if (!has_special<Format>(w[r], weight.columns)) continue;
+      for (int m = 0; m < task.batch; ++m) {
+        out[r * kM + m] = dot_by_table<Isa, Format>(task, row + r, m);
+      }
     }
   }
 }
@@ -196,49 +203,108 @@ DotKernel choose_kernel(const LinearTask& task) {
     case WeightFormat::kE4M3: return choose_batch<Isa, E4M3>(task.batch);
     case WeightFormat::kE5M2: return choose_batch<Isa, E5M2>(task.batch);
     case WeightFormat::kE3M4: return choose_batch<Isa, E3M4>(task.batch);
+    case WeightFormat::kFloat32: return choose_batch<Isa, float>(task.batch);
+    case WeightFormat::kBFloat16: return choose_batch<Isa, BFloat16>(task.batch);
+    case WeightFormat::kFloat16: return choose_batch<Isa, Half>(task.batch);
   }
   return {};
 }
 
-inline float bias_of(const LinearTask& task, int64_t row) {
-  return task.bias == nullptr ? 0.0f : load_float(task.bias, task.bias_type, row);
-}
+using Chooser = DotKernel (*)(const LinearTask&);
 
+// sums[m * kLanes + i]: row of x m by weight row `row + i`, for `count` (at most kLanes) rows.
 template <class Isa>
-void linear(const LinearTask& task, int64_t begin, int64_t end) {
-  const DotKernel kernel = choose_kernel<Isa>(task);
-  float sum[kRowsPerUnit * Isa::kMaxBatch];
-  for (int64_t row = begin; row < end; row += kernel.rows) {
-    const int valid = static_cast<int>(at_most(kernel.rows, end - row));
-    kernel.run(task, row, valid, sum);
+inline void dot_lanes(const DotKernel& kernel, const LinearTask& task, int64_t row, int64_t count,
+                      float* sums) {
+  float block[kRowsPerUnit * Isa::kMaxBatch];
+  for (int64_t i = 0; i < count; i += kernel.rows) {
+    const int valid = static_cast<int>(at_most(kernel.rows, count - i));
+    kernel.run(task, row + i, valid, block);
     for (int r = 0; r < valid; ++r) {
-      const float bias = bias_of(task, row + r);
       for (int m = 0; m < task.batch; ++m) {
-        const float value = sum[r * kernel.batch + m] + bias;
-        store_float(value, task.out, task.out_type, m * task.features + row + r);
+        sums[m * Isa::kLanes + i + r] = block[r * kernel.batch + m];
       }
     }
   }
 }
 
-// Rows [0, features) of the weight are gates, rows [features, 2 * features) are ups.
 template <class Isa>
+inline typename Isa::Lanes bias_lanes(const LinearTask& task, int64_t row, int64_t count) {
+  using Lanes = typename Isa::Lanes;
+  if (task.bias == nullptr) return Lanes::zero();
+  switch (task.bias_type) {
+    case FloatType::kFloat32:
+      return load_lanes<Lanes, Isa::kLanes>(static_cast<const float*>(task.bias) + row, count);
+    case FloatType::kBFloat16:
+      return load_lanes<Lanes, Isa::kLanes>(static_cast<const BFloat16*>(task.bias) + row, count);
+    case FloatType::kFloat16:
+      return load_lanes<Lanes, Isa::kLanes>(static_cast<const Half*>(task.bias) + row, count);
+  }
+  return Lanes::zero();
+}
+
+template <class Isa>
+inline void store_result(const LinearTask& task, typename Isa::Lanes value, int64_t index,
+                         int64_t count) {
+  using Lanes = typename Isa::Lanes;
+  switch (task.out_type) {
+    case FloatType::kFloat32:
+      return store_lanes<Lanes, Isa::kLanes>(value, static_cast<float*>(task.out) + index, count);
+    case FloatType::kBFloat16:
+      return store_lanes<Lanes, Isa::kLanes>(value, static_cast<BFloat16*>(task.out) + index,
+                                             count);
+    case FloatType::kFloat16:
+      return store_lanes<Lanes, Isa::kLanes>(value, static_cast<Half*>(task.out) + index, count);
+  }
+}
+
+template <class Isa>
+inline typename Isa::Lanes activate_lanes(typename Isa::Lanes value, Activation activation) {
+  using Lanes = typename Isa::Lanes;
+  if (activation == Activation::kSilu) {
+    const Lanes power = Lanes::exp(Lanes::mul(value, Lanes::broadcast(-1.0f)));
+    return Lanes::div(value, Lanes::add(power, Lanes::broadcast(1.0f)));
+  }
+  float numbers[Isa::kLanes];
+  value.to(numbers);
+  for (float& number : numbers) number = activate(number, activation);
+  return Lanes::from(numbers);
+}
+
+template <class Isa, Chooser kChoose>
+void linear(const LinearTask& task, int64_t begin, int64_t end) {
+  using Lanes = typename Isa::Lanes;
+  const DotKernel kernel = kChoose(task);
+  float sums[Isa::kLanes * Isa::kMaxBatch];
+  for (int64_t row = begin; row < end; row += Isa::kLanes) {
+    const int64_t count = at_most(Isa::kLanes, end - row);
+    dot_lanes<Isa>(kernel, task, row, count, sums);
+    const Lanes bias = bias_lanes<Isa>(task, row, count);
+    for (int m = 0; m < task.batch; ++m) {
+      const Lanes value = Lanes::add(Lanes::from(sums + m * Isa::kLanes), bias);
+      store_result<Isa>(task, value, m * task.features + row, count);
+    }
+  }
+}
+
+// Rows [0, features) of the weight are gates, rows [features, 2 * features) are ups.
+template <class Isa, Chooser kChoose>
 void gated_linear(const LinearTask& task, int64_t begin, int64_t end) {
-  const DotKernel kernel = choose_kernel<Isa>(task);
-  float gate[kRowsPerUnit * Isa::kMaxBatch];
-  float up[kRowsPerUnit * Isa::kMaxBatch];
-  for (int64_t row = begin; row < end; row += kernel.rows) {
-    const int valid = static_cast<int>(at_most(kernel.rows, end - row));
-    kernel.run(task, row, valid, gate);
-    kernel.run(task, task.features + row, valid, up);
-    for (int r = 0; r < valid; ++r) {
-      const float gate_bias = bias_of(task, row + r);
-      const float up_bias = bias_of(task, task.features + row + r);
-      for (int m = 0; m < task.batch; ++m) {
-        const int i = r * kernel.batch + m;
-        const float value = activate(gate[i] + gate_bias, task.activation) * (up[i] + up_bias);
-        store_float(value, task.out, task.out_type, m * task.features + row + r);
-      }
+  using Lanes = typename Isa::Lanes;
+  const DotKernel kernel = kChoose(task);
+  float gates[Isa::kLanes * Isa::kMaxBatch];
+  float ups[Isa::kLanes * Isa::kMaxBatch];
+  for (int64_t row = begin; row < end; row += Isa::kLanes) {
+    const int64_t count = at_most(Isa::kLanes, end - row);
+    dot_lanes<Isa>(kernel, task, row, count, gates);
+    dot_lanes<Isa>(kernel, task, task.features + row, count, ups);
+    const Lanes gate_bias = bias_lanes<Isa>(task, row, count);
+    const Lanes up_bias = bias_lanes<Isa>(task, task.features + row, count);
+    for (int m = 0; m < task.batch; ++m) {
+      const Lanes gate = Lanes::add(Lanes::from(gates + m * Isa::kLanes), gate_bias);
+      const Lanes up = Lanes::add(Lanes::from(ups + m * Isa::kLanes), up_bias);
+      const Lanes value = Lanes::mul(activate_lanes<Isa>(gate, task.activation), up);
+      store_result<Isa>(task, value, m * task.features + row, count);
     }
   }
 }

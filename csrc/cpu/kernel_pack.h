@@ -18,6 +18,20 @@ int64_t packed_size(const PackTask& task) {
 }
 
 template <class Isa, class T>
+inline void pack_columns(const T* x, int64_t count, float* packed) {
+  T padding[Isa::kColumns];
+  if (count < Isa::kColumns) {
+    __builtin_memset(padding, 0, sizeof(padding));
+    if (count > 0) __builtin_memcpy(padding, x, count * sizeof(T));
+    x = padding;
+  }
+  const auto cells = Isa::template Cells<T>::load(x);
+  QK_UNROLL for (int part = 0; part < Isa::kColumns / Isa::kLanes; ++part) {
+    cells.part(part).store(packed + part * Isa::kLanes);
+  }
+}
+
+template <class Isa, class T>
 void pack_typed(const PackTask& task, float* packed) {
   const T* x = static_cast<const T*>(task.x);
   const int padded = padded_batch(task.batch);
@@ -26,14 +40,7 @@ void pack_typed(const PackTask& task, float* packed) {
     for (int64_t column = begin; column < end; column += Isa::kColumns) {
       for (int m = 0; m < padded; ++m, packed += Isa::kColumns) {
         const int64_t count = m < task.batch ? at_most(end - column, Isa::kColumns) : 0;
-        const T* source = x + m * task.columns + column;
-        if (count == Isa::kColumns) {
-          Isa::pack(source, packed);
-          continue;
-        }
-        T padding[Isa::kColumns] = {};
-        if (count > 0) __builtin_memcpy(padding, source, count * sizeof(T));
-        Isa::pack(padding, packed);
+        pack_columns<Isa>(x + m * task.columns + column, count, packed);
       }
     }
   }

@@ -8,28 +8,45 @@
 //   kLanes, kColumns      floats in a vector; weights decoded at a time (kColumns = parts * kLanes)
 //   kMaxBatch             most rows of x whose sums fit in registers
 //   weight_rows(batch)    weight rows taken at a time with that many rows of x; divides
-//   kRowsPerUnit Lanes                 a vector of floats: zero, load, store, fma, broadcast, sum
+//   kRowsPerUnit Lanes                 a vector of floats: load and store (aligned), from and to
+//   (any float type,
+//                         any alignment), arithmetic, exp, sum, highest, sums
 //   Codes<Format>         kColumns decoded weights: load, load_some, part(i) in float32 times
 //                         1 / kFactor; Peak to notice codes from kFirstSpecial on
-//   pack(x, packed)       kColumns values of x, as float32, in the column order of part(0),
-//   part(1).. slot(column)          where pack puts a column dequantize<Format>    kColumns codes
-//   to values in natural order
+//   Cells<T>              kColumns floats of type T, in the column order of Codes: load, part(i)
+//   slot(column)          where in part(0), part(1).. a column is
+//   dequantize<Format>    kColumns codes to values in natural order
 //
 // Order of summation. For one output the sum runs over groups of columns, chunks of kColumns and
 // parts, into one vector accumulator with fma; the lanes are added last. Batch and blocking appear
 // nowhere in that order: row i of the result is the same bits whatever other rows are computed.
 #pragma once
 
+#include "kernel_attention.h"
 #include "kernel_dequantize.h"
 #include "kernel_linear.h"
 #include "kernel_pack.h"
+#include "kernel_rows.h"
 
 namespace quantkit {
 namespace {
 
 template <class Isa>
 constexpr KernelSet kKernels{
-    Isa::kMaxBatch, packed_size<Isa>, pack<Isa>, linear<Isa>, gated_linear<Isa>, dequantize<Isa>,
+    .max_batch = Isa::kMaxBatch,
+    .packed_size = packed_size<Isa>,
+    .pack = pack<Isa>,
+    .linear = linear<Isa, choose_kernel<Isa>>,
+    .gated_linear = gated_linear<Isa, choose_kernel<Isa>>,
+    .dequantize = dequantize<Isa>,
+    .rms_norm = rms_norm<Isa>,
+    .rotary = rotary<Isa>,
+    .append = append<Isa>,
+    .partial_size = attention_partial_size<Isa>,
+    .scratch_size = attention_scratch_size<Isa>,
+    .attend = attend<Isa>,
+    .fold = attention_fold<Isa>,
+    .finish = attention_finish<Isa>,
 };
 
 }  // namespace

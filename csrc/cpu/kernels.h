@@ -13,8 +13,8 @@ enum class Activation { kSilu, kGelu, kGeluTanh, kRelu };
 
 // Weights of a linear layer, exactly as a checkpoint stores them.
 struct WeightMatrix {
-  const uint8_t* codes;  // [rows, columns], contiguous
-  const float* scale;    // [rows, groups], contiguous; groups = ceil(columns / group_size)
+  const uint8_t* codes;  // [rows, columns] numbers of `format`, contiguous
+  const float* scale;    // [rows, groups], contiguous, groups = ceil(columns / group_size); or null
   int64_t rows;
   int64_t columns;
   int64_t group_size;
@@ -22,10 +22,21 @@ struct WeightMatrix {
   WeightFormat format;
 };
 
+inline int64_t bytes_of(FloatType type) { return type == FloatType::kFloat32 ? 4 : 2; }
+inline int64_t bytes_of(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kFloat32: return 4;
+    case WeightFormat::kBFloat16:
+    case WeightFormat::kFloat16: return 2;
+    default: return 1;
+  }
+}
+
 // One call on `batch` rows of x, at most KernelSet::max_batch of them.
 struct LinearTask {
   WeightMatrix weight;
   const float* x;    // packed by KernelSet::pack
+  FloatType x_type;  // before packing
   const void* bias;  // [weight.rows] or null
   FloatType bias_type;
   void* out;  // [batch, features]: weight.rows features, or half of them when gated
@@ -44,10 +55,78 @@ struct DequantizeTask {
 struct PackTask {
   const void* x;  // [batch, columns], contiguous
   FloatType type;
+  WeightFormat format;  // of the weight that it will meet
   int batch;
   int64_t columns;
   int64_t group_size;
 };
+
+// out = rms_norm(x + delta) * weight, and sum = x + delta; every step rounded to `type`.
+struct NormTask {
+  const void* x;       // [rows, columns]
+  const void* delta;   // [rows, columns], or null for nothing to add
+  void* sum;           // [rows, columns], may be x; unused without delta
+  const void* weight;  // [columns]
+  void* out;           // [rows, columns], may be x
+  FloatType type;
+  int64_t columns;
+  float eps;
+};
+
+struct RotaryTask {
+  const void* x;       // token t, head h at t * x_stride + h * head_dim
+  void* out;           // alike with out_stride; may be x
+  const void* cosine;  // [tokens, head_dim], of x's type
+  const void* sine;
+  FloatType type;
+  int64_t x_stride, out_stride;  // elements
+  int64_t heads, head_dim;
+};
+
+// One of keys and values: rows to their slots, as E4M3 codes of x / scale or in a float type.
+struct AppendTask {
+  const void* x;  // token t at t * x_stride, then [heads, head_dim]
+  FloatType type;
+  int64_t x_stride;
+  void* cache;  // [slots, heads, head_dim]
+  WeightFormat cache_type;
+  const float* scale;  // per head `scale_stride` apart; null for float caches
+  int64_t scale_stride;
+  const int64_t* slots;  // [tokens]
+  int64_t heads, head_dim;
+};
+
+// Attention of new tokens to all that their sequences store; see paged_attention in Python.
+struct AttentionTask {
+  const void* query;  // token t at t * query_stride, then [kv_heads, group, head_dim]
+  FloatType type;
+  int64_t query_stride;
+  void* out;            // [tokens, kv_heads, group, head_dim], of query's type
+  const uint8_t* keys;  // [blocks, block_size, kv_heads, head_dim]
+  const uint8_t* values;
+  WeightFormat cache_type;
+  const float* k_scale;  // both null for float caches
+  const float* v_scale;
+  int64_t k_scale_stride, v_scale_stride;  // from head to head: 0 or 1
+  const int32_t* tables;                   // [sequences, max_blocks]
+  int64_t max_blocks;
+  int64_t kv_heads, group, head_dim, block_size;
+  float softmax_scale;
+  int64_t window;  // tokens that a query sees, itself included; 0 for all
+};
+
+// Queries of adjacent tokens of one sequence that read one KV head.
+struct AttentionTile {
+  int64_t sequence;
+  int64_t row;       // of the first token, in query and out
+  int64_t position;  // of the first token, in its sequence
+  int64_t tokens;
+  int64_t kv_head;
+};
+
+// Keys are taken in partitions of this many, counted from the start of their sequence. A result is
+// the partitions' partial results, folded in order: the same bits however work is split.
+constexpr int64_t kPartitionKeys = 256;
 
 // Weight rows that one unit of parallel work holds; a multiple of what any kernel takes at a time.
 constexpr int64_t kRowsPerUnit = 4;
@@ -61,14 +140,29 @@ struct KernelSet {
   void (*linear)(const LinearTask&, int64_t begin, int64_t end);
   void (*gated_linear)(const LinearTask&, int64_t begin, int64_t end);
   void (*dequantize)(const DequantizeTask&, int64_t begin, int64_t end);
+  // On rows or tokens [begin, end).
+  void (*rms_norm)(const NormTask&, int64_t begin, int64_t end);
+  void (*rotary)(const RotaryTask&, int64_t begin, int64_t end);
+  void (*append)(const AppendTask&, int64_t begin, int64_t end);
+  // Attention of one tile. Buffers are aligned to 64 bytes, their sizes in floats.
+  int64_t (*partial_size)(const AttentionTask&, int64_t tokens);
+  int64_t (*scratch_size)(const AttentionTask&, int64_t tokens);
+  // Attends to one partition of the keys.
+  void (*attend)(const AttentionTask&, const AttentionTile&, int64_t partition, float* partial,
+                 float* scratch);
+  // Adds a partition's result to that of all before it.
+  void (*fold)(const AttentionTask&, int64_t tokens, float* folded, const float* partial);
+  void (*finish)(const AttentionTask&, const AttentionTile&, const float* folded, float* scratch);
 };
 
 // Each returns null where the compiler or the architecture cannot build the set.
 const KernelSet* portable_kernels();
 const KernelSet* avx2_kernels();
 const KernelSet* avx512_kernels();
+const KernelSet* avx512fp16_kernels();
 
-// The widest set that this processor runs, capped by QUANTKIT_CPU_ISA (portable, avx2, avx512).
+// The widest set that this processor runs, capped by QUANTKIT_CPU_ISA, which
+// holds the name of one (see dispatch.cpp).
 // Throws std::runtime_error if that variable holds anything else.
 const KernelSet& cpu_kernels();
 

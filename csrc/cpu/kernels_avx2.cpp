@@ -38,11 +38,63 @@ struct Avx2 {
     static Lanes zero() { return {_mm256_setzero_ps()}; }
     static Lanes broadcast(float value) { return {_mm256_set1_ps(value)}; }
     static Lanes load(const float* source) { return {_mm256_load_ps(source)}; }
+    void store(float* target) const { _mm256_store_ps(target, v); }
+    template <class T>
+    static Lanes from(const T* source) {  // any alignment
+      return {load8(source)};
+    }
+    template <class T>
+    void to(T* target) const {
+      store8(v, target);
+    }
     static Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+    static Lanes mul(Lanes a, Lanes b) { return {_mm256_mul_ps(a.v, b.v)}; }
+    static Lanes add(Lanes a, Lanes b) { return {_mm256_add_ps(a.v, b.v)}; }
+    static Lanes div(Lanes a, Lanes b) { return {_mm256_div_ps(a.v, b.v)}; }
+    static Lanes max(Lanes a, Lanes b) { return {_mm256_max_ps(a.v, b.v)}; }
+    float highest() const {
+      const __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+      const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+      return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+    }
+    static Lanes exp(Lanes x) {
+      // Max and min return their second operand for NaN; not-less-than holds for it.
+      const __m256 seen = _mm256_cmp_ps(x.v, _mm256_set1_ps(kExpLowest), _CMP_NLT_UQ);
+      x.v = _mm256_max_ps(_mm256_set1_ps(kExpLowest), x.v);
+      x.v = _mm256_min_ps(_mm256_set1_ps(kExpHighest), x.v);
+      const __m256 n = _mm256_round_ps(_mm256_mul_ps(x.v, _mm256_set1_ps(kLog2E)),
+                                       _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+      // 2^n in two factors, because n may be 128.
+      const __m256i whole = _mm256_cvtps_epi32(n);
+      const __m256i half = _mm256_srai_epi32(whole, 1);
+      const Lanes scaled = mul(exp_reduced(x, Lanes{n}), power_of_two(half));
+      const Lanes power = mul(scaled, power_of_two(_mm256_sub_epi32(whole, half)));
+      return {_mm256_and_ps(power.v, seen)};
+    }
+    static Lanes power_of_two(__m256i n) {
+      const __m256i bits = _mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23);
+      return {_mm256_castsi256_ps(bits)};
+    }
     float sum() const {
       const __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
       const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
       return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+    }
+    // Lane i of the result is the sum of all lanes of v[i].
+    static Lanes sums(const Lanes (&v)[kLanes]) {
+      __m256 four[2];  // per 128 bits, partial sums of v[4 i] to v[4 i + 3]
+      QK_UNROLL for (int i = 0; i < 2; ++i) {
+        const __m256 a = pair_sums(v[4 * i].v, v[4 * i + 1].v);
+        const __m256 b = pair_sums(v[4 * i + 2].v, v[4 * i + 3].v);
+        const __m256d low = _mm256_unpacklo_pd(_mm256_castps_pd(a), _mm256_castps_pd(b));
+        const __m256d high = _mm256_unpackhi_pd(_mm256_castps_pd(a), _mm256_castps_pd(b));
+        four[i] = _mm256_add_ps(_mm256_castpd_ps(low), _mm256_castpd_ps(high));
+      }
+      return {_mm256_add_ps(_mm256_permute2f128_ps(four[0], four[1], 0x20),
+                            _mm256_permute2f128_ps(four[0], four[1], 0x31))};
+    }
+    static __m256 pair_sums(__m256 a, __m256 b) {
+      return _mm256_add_ps(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
     }
   };
 
@@ -102,15 +154,34 @@ struct Avx2 {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
   }
 
+  // kColumns floats in the order in which Codes decode.
   template <class T>
-  static void pack(const T* x, float* packed) {
-    for (int half = 0; half < 2; ++half) {
-      const __m256 a = load8(x + half * 16);
-      const __m256 b = load8(x + half * 16 + 8);
-      _mm256_store_ps(packed + half * kLanes, in_order(_mm256_shuffle_ps(a, b, 0x88)));
-      _mm256_store_ps(packed + (2 + half) * kLanes, in_order(_mm256_shuffle_ps(a, b, 0xDD)));
+  struct Cells {
+    static constexpr float kFactor = 1.0f;
+    Lanes parts[kColumns / kLanes];
+
+    static Cells load(const T* x) {
+      Cells out;
+      if constexpr (kIsBFloat16<T>) {
+        QK_UNROLL for (int half = 0; half < 2; ++half) {
+          const auto* source = reinterpret_cast<const __m256i*>(x + half * 16);
+          const __m256i pairs = _mm256_loadu_si256(source);
+          const __m256i high = _mm256_and_si256(pairs, _mm256_set1_epi32(int(0xFFFF0000)));
+          out.parts[half].v = _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16));
+          out.parts[2 + half].v = _mm256_castsi256_ps(high);
+        }
+        return out;
+      }
+      QK_UNROLL for (int half = 0; half < 2; ++half) {
+        const __m256 a = load8(x + half * 16);
+        const __m256 b = load8(x + half * 16 + 8);
+        out.parts[half].v = in_order(_mm256_shuffle_ps(a, b, 0x88));
+        out.parts[2 + half].v = in_order(_mm256_shuffle_ps(a, b, 0xDD));
+      }
+      return out;
     }
-  }
+    const Lanes& part(int index) const { return parts[index]; }
+  };
   // shuffle_ps works within 128-bit halves; this puts its pairs back in order.
   static __m256 in_order(__m256 v) {
     return _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_castps_pd(v), 0xD8));

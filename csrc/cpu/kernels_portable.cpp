@@ -27,9 +27,55 @@ struct Portable {
       for (int i = 0; i < kLanes; ++i) out.lane[i] = source[i];
       return out;
     }
+    void store(float* target) const { __builtin_memcpy(target, lane, sizeof(lane)); }
+    template <class T>
+    static Lanes from(const T* source) {
+      Lanes out;
+      for (int i = 0; i < kLanes; ++i) out.lane[i] = to_float(source[i]);
+      return out;
+    }
+    template <class T>
+    void to(T* target) const {
+      for (int i = 0; i < kLanes; ++i) from_float(lane[i], target + i);
+    }
     static Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) {
       Lanes out;
       for (int i = 0; i < kLanes; ++i) out.lane[i] = a.lane[i] * b.lane[i] + c.lane[i];
+      return out;
+    }
+    static Lanes mul(const Lanes& a, const Lanes& b) {
+      Lanes out;
+      for (int i = 0; i < kLanes; ++i) out.lane[i] = a.lane[i] * b.lane[i];
+      return out;
+    }
+    static Lanes add(const Lanes& a, const Lanes& b) {
+      Lanes out;
+      for (int i = 0; i < kLanes; ++i) out.lane[i] = a.lane[i] + b.lane[i];
+      return out;
+    }
+    static Lanes div(const Lanes& a, const Lanes& b) {
+      Lanes out;
+      for (int i = 0; i < kLanes; ++i) out.lane[i] = a.lane[i] / b.lane[i];
+      return out;
+    }
+    static Lanes max(const Lanes& a, const Lanes& b) {
+      Lanes out;
+      for (int i = 0; i < kLanes; ++i) out.lane[i] = a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i];
+      return out;
+    }
+    static Lanes exp(const Lanes& x) {
+      Lanes out;
+      for (int i = 0; i < kLanes; ++i) out.lane[i] = exp_or_zero(x.lane[i]);
+      return out;
+    }
+    static Lanes sums(const Lanes (&v)[kLanes]) {
+      Lanes out;
+      for (int i = 0; i < kLanes; ++i) out.lane[i] = v[i].sum();
+      return out;
+    }
+    float highest() const {
+      float out = lane[0];
+      for (int i = 1; i < kLanes; ++i) out = out > lane[i] ? out : lane[i];
       return out;
     }
     float sum() const {
@@ -66,9 +112,13 @@ struct Portable {
   static int slot(int column) { return column; }
 
   template <class T>
-  static void pack(const T* x, float* packed) {
-    for (int i = 0; i < kColumns; ++i) packed[i] = to_float(x[i]);
-  }
+  struct Cells {
+    static constexpr float kFactor = 1.0f;
+    Lanes value;
+
+    static Cells load(const T* x) { return {Lanes::from(x)}; }
+    const Lanes& part(int) const { return value; }
+  };
 
   template <class Format, class T>
   static void dequantize(const uint8_t* codes, float scale, T* out) {

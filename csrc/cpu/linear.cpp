@@ -1,11 +1,11 @@
-// fp8_linear and fp8_gated_linear: checks, packing of x, threads. The arithmetic is in
+// fp8_linear, linear and their gated forms: checks, packing of x, threads. The arithmetic is in
 // kernel_template.h.
 
-#include <algorithm>
-#include <cstdlib>
-#include <memory>
-#include <new>
+#include "linear.h"
 
+#include <algorithm>
+
+#include "buffer.h"
 #include "checks.h"
 #include "ops.h"
 
@@ -15,16 +15,39 @@ namespace {
 // Weight bytes below which a second thread costs more than it brings.
 constexpr int64_t kBytesPerThread = 128 * 1024;
 
-struct Free {
-  void operator()(float* pointer) const { std::free(pointer); }
-};
-using Buffer = std::unique_ptr<float, Free>;
+using Kernel = void (*)(const LinearTask&, int64_t begin, int64_t end);
 
-Buffer aligned_buffer(int64_t count) {
-  const size_t bytes = (static_cast<size_t>(count) * sizeof(float) + 63) / 64 * 64;
-  void* pointer = std::aligned_alloc(64, bytes == 0 ? 64 : bytes);
-  if (pointer == nullptr) throw std::bad_alloc();
-  return Buffer(static_cast<float*>(pointer));
+// Runs `kernel` over all rows of x, KernelSet::max_batch at a time, its features split over
+// threads.
+void run(LinearTask task, const Rows& x, int64_t features, const KernelSet& kernels,
+         Kernel kernel) {
+  if (x.batch == 0 || features == 0) return;
+  const int64_t columns = task.weight.columns;
+  const auto* x_data = static_cast<const char*>(x.data);
+  auto* out_data = static_cast<char*>(task.out);
+  const int64_t units = (features + kRowsPerUnit - 1) / kRowsPerUnit;
+  const int64_t bytes = task.weight.rows * columns * bytes_of(task.weight.format);
+  const int64_t unit_bytes = bytes / units + 1;
+  const int64_t grain = (kBytesPerThread + unit_bytes - 1) / unit_bytes;
+  task.features = features;
+  task.x_type = x.type;
+  Buffer packed;
+  for (int64_t row = 0; row < x.batch; row += kernels.max_batch) {
+    task.batch = static_cast<int>(std::min<int64_t>(kernels.max_batch, x.batch - row));
+    const PackTask pack{.x = x_data + row * columns * bytes_of(x.type),
+                        .type = x.type,
+                        .format = task.weight.format,
+                        .batch = task.batch,
+                        .columns = columns,
+                        .group_size = task.weight.group_size};
+    if (packed == nullptr) packed = aligned_buffer(kernels.packed_size(pack));
+    kernels.pack(pack, packed.get());
+    task.x = packed.get();
+    task.out = out_data + row * features * bytes_of(task.out_type);
+    torch::stable::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
+      kernel(task, begin * kRowsPerUnit, std::min(end * kRowsPerUnit, features));
+    });
+  }
 }
 
 LinearTask linear_task(const char* op, const Tensor& x, const WeightMatrix& weight,
@@ -43,73 +66,65 @@ LinearTask linear_task(const char* op, const Tensor& x, const WeightMatrix& weig
   return task;
 }
 
-using Kernel = void (*)(const LinearTask&, int64_t begin, int64_t end);
-
-// Runs `kernel` over all rows of x, KernelSet::max_batch at a time, its features split over
-// threads.
-Tensor run(LinearTask task, const Tensor& x, int64_t features, const KernelSet& kernels,
-           Kernel kernel) {
-  const int64_t batch = x.size(0);
-  const int64_t columns = x.size(1);
-  const int64_t item = task.out_type == FloatType::kFloat32 ? 4 : 2;
-  Tensor out = torch::stable::new_empty(x, {batch, features});
-  if (batch == 0 || features == 0) return out;
-
-  const auto* x_data = static_cast<const char*>(x.const_data_ptr());
-  auto* out_data = static_cast<char*>(out.mutable_data_ptr());
-  const int64_t units = (features + kRowsPerUnit - 1) / kRowsPerUnit;
-  const int64_t unit_bytes = task.weight.rows * columns / units + 1;
-  const int64_t grain = (kBytesPerThread + unit_bytes - 1) / unit_bytes;
-  task.features = features;
-  Buffer packed;
-  for (int64_t row = 0; row < batch; row += kernels.max_batch) {
-    task.batch = static_cast<int>(std::min<int64_t>(kernels.max_batch, batch - row));
-    const PackTask pack{.x = x_data + row * columns * item,
-                        .type = task.out_type,
-                        .batch = task.batch,
-                        .columns = columns,
-                        .group_size = task.weight.group_size};
-    if (packed == nullptr) packed = aligned_buffer(kernels.packed_size(pack));
-    kernels.pack(pack, packed.get());
-    task.x = packed.get();
-    task.out = out_data + row * features * item;
-    torch::stable::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
-      kernel(task, begin * kRowsPerUnit, std::min(end * kRowsPerUnit, features));
-    });
-  }
-  return out;
+Rows rows_of(const char* op, const Tensor& x) {
+  return {x.const_data_ptr(), float_type(op, "x", x.scalar_type()), x.size(0)};
 }
 
-Activation activation_named(const char* op, const std::string& name) {
-  if (name == "silu") return Activation::kSilu;
-  if (name == "gelu") return Activation::kGelu;
-  if (name == "gelu_tanh") return Activation::kGeluTanh;
-  if (name == "relu") return Activation::kRelu;
-  fail(op, "activation", "silu, gelu, gelu_tanh or relu", "'" + name + "'");
-}
-
-}  // namespace
-
-Tensor fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,
-                  int64_t group_size) {
-  const char* op = "fp8_linear";
-  const WeightMatrix matrix = weight_matrix(op, weight, weight_scale, group_size);
-  const LinearTask task = linear_task(op, x, matrix, bias);
-  const KernelSet& kernels = cpu_kernels();
-  return run(task, x, matrix.rows, kernels, kernels.linear);
-}
-
-Tensor fp8_gated_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,
-                        int64_t group_size, std::string activation) {
-  const char* op = "fp8_gated_linear";
-  const WeightMatrix matrix = weight_matrix(op, weight, weight_scale, group_size);
+Tensor gated(const char* op, const Tensor& x, const Tensor& weight, const WeightMatrix& matrix,
+             const std::optional<Tensor>& bias, const std::string& activation) {
   if (matrix.rows % 2 != 0) {
     fail(op, "weight", "gate rows then as many up rows", shape_text(weight.sizes()));
   }
   LinearTask task = linear_task(op, x, matrix, bias);
   task.activation = activation_named(op, activation);
-  const KernelSet& kernels = cpu_kernels();
-  return run(task, x, matrix.rows / 2, kernels, kernels.gated_linear);
+  Tensor out = torch::stable::new_empty(x, {x.size(0), matrix.rows / 2});
+  task.out = out.mutable_data_ptr();
+  run_gated_linear(task, rows_of(op, x), cpu_kernels());
+  return out;
+}
+
+}  // namespace
+
+void run_linear(LinearTask task, const Rows& x, const KernelSet& kernels) {
+  run(task, x, task.weight.rows, kernels, kernels.linear);
+}
+
+void run_gated_linear(LinearTask task, const Rows& x, const KernelSet& kernels) {
+  run(task, x, task.weight.rows / 2, kernels, kernels.gated_linear);
+}
+
+Tensor fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,
+                  int64_t group_size) {
+  const char* op = "fp8_linear";
+  const WeightMatrix matrix = weight_matrix(op, weight, weight_scale, group_size);
+  LinearTask task = linear_task(op, x, matrix, bias);
+  Tensor out = torch::stable::new_empty(x, {x.size(0), matrix.rows});
+  task.out = out.mutable_data_ptr();
+  run_linear(task, rows_of(op, x), cpu_kernels());
+  return out;
+}
+
+Tensor fp8_gated_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,
+                        int64_t group_size, std::string activation) {
+  const char* op = "fp8_gated_linear";
+  return gated(op, x, weight, weight_matrix(op, weight, weight_scale, group_size), bias,
+               activation);
+}
+
+Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias, ScalarType dtype) {
+  const char* op = "linear";
+  const WeightMatrix matrix = float_matrix(op, weight);
+  LinearTask task = linear_task(op, x, matrix, bias);
+  task.out_type = float_type(op, "dtype", dtype);
+  Tensor out = torch::stable::new_empty(x, {x.size(0), matrix.rows}, dtype);
+  task.out = out.mutable_data_ptr();
+  run_linear(task, rows_of(op, x), cpu_kernels());
+  return out;
+}
+
+Tensor gated_linear(Tensor x, Tensor weight, std::optional<Tensor> bias, std::string activation) {
+  const char* op = "gated_linear";
+  return gated(op, x, weight, float_matrix(op, weight), bias, activation);
 }
 
 }  // namespace quantkit

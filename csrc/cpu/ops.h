@@ -1,10 +1,11 @@
-// The CPU ops, one source file each. Schemas, shapes and meaning: quantkit/ops.py.
+// The CPU ops. Schemas, shapes and meaning: quantkit/ops.py and quantkit/attention_ops.py.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
 
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace quantkit {
 
@@ -17,8 +18,43 @@ torch::stable::Tensor fp8_gated_linear(torch::stable::Tensor x, torch::stable::T
                                        std::optional<torch::stable::Tensor> bias,
                                        int64_t group_size, std::string activation);
 
+torch::stable::Tensor linear(torch::stable::Tensor x, torch::stable::Tensor weight,
+                             std::optional<torch::stable::Tensor> bias,
+                             torch::headeronly::ScalarType dtype);
+
+torch::stable::Tensor gated_linear(torch::stable::Tensor x, torch::stable::Tensor weight,
+                                   std::optional<torch::stable::Tensor> bias,
+                                   std::string activation);
+
 torch::stable::Tensor dequantize_weight(torch::stable::Tensor weight,
                                         torch::stable::Tensor weight_scale, int64_t group_size,
                                         torch::headeronly::ScalarType dtype);
+
+torch::stable::Tensor rms_norm(torch::stable::Tensor x, torch::stable::Tensor weight, double eps);
+
+torch::stable::Tensor rotary(torch::stable::Tensor x, torch::stable::Tensor cos,
+                             torch::stable::Tensor sin);
+
+void kv_append(torch::stable::Tensor key, torch::stable::Tensor value,
+               torch::stable::Tensor k_cache, torch::stable::Tensor v_cache,
+               std::optional<torch::stable::Tensor> k_scale,
+               std::optional<torch::stable::Tensor> v_scale, torch::stable::Tensor slots);
+
+torch::stable::Tensor paged_attention(torch::stable::Tensor query, torch::stable::Tensor k_cache,
+                                      torch::stable::Tensor v_cache,
+                                      std::optional<torch::stable::Tensor> k_scale,
+                                      std::optional<torch::stable::Tensor> v_scale,
+                                      torch::stable::Tensor block_tables,
+                                      torch::stable::Tensor lengths,
+                                      torch::stable::Tensor query_starts, double softmax_scale,
+                                      std::optional<int64_t> sliding_window);
+
+torch::stable::Tensor decoder_step(
+    torch::stable::Tensor hidden, std::vector<torch::stable::Tensor> weights,
+    std::vector<torch::stable::Tensor> caches, std::vector<int64_t> numbers,
+    torch::stable::Tensor final_norm, torch::stable::Tensor cos, torch::stable::Tensor sin,
+    torch::stable::Tensor slots, torch::stable::Tensor block_tables, torch::stable::Tensor lengths,
+    torch::stable::Tensor query_starts, int64_t heads, int64_t kv_heads, double eps,
+    double softmax_scale, std::string activation);
 
 }  // namespace quantkit

@@ -15,11 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.attention_ops import causal_attention, rms_norm, rotary
+from quantkit.decoder_ops import StepLayers, decoder_step
 from quantkit.errors import GenerationError
+from quantkit.extension import EXTENSION_LOADED
+from quantkit.ops import FEW_ROWS
 from quantkit.runtime.engine import SequenceCache
 from quantkit.runtime.families import ModelShape
-from quantkit.runtime.kv_cache import CacheLayout, PagedCache, Scales
-from quantkit.runtime.layers import GatedMlp, Linear
+from quantkit.runtime.kv_cache import CacheLayout, CacheStep, PagedCache, Scales
+from quantkit.runtime.layers import DenseLinear, GatedMlp, Linear
 from quantkit.runtime.weights import WeightReader
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, int | None], Tensor]
@@ -69,19 +72,43 @@ class DecoderLayer:
             rotary=shape.rotary[number],
         )
 
+    def add_to(self, step: StepLayers) -> bool:
+        """Append the layer to those of a fused step; False if that cannot run it."""
+        qkv, out = self.qkv.for_step(), self.out.for_step()
+        gate_up, down = self.mlp.gate_up.for_step(), self.mlp.down.for_step()
+        if qkv is None or out is None or gate_up is None or down is None:
+            return False
+        norms = (self.input_norm, self.q_norm, self.k_norm, self.post_norm)
+        step.add(*norms, qkv, out, gate_up, down, self.window, self.rotary)
+        return True
 
-@dataclass(frozen=True, slots=True)
+
 class Rotation:
-    """Angles of the rotary embedding: radians per position of each pair, factor on cos and sin."""
+    """Angles of the rotary embedding, in tables that grow with the longest sequence.
 
-    frequencies: Tensor  # float32 [head_dim / 2]
-    factor: float
+    `frequencies` are radians per position of each pair, float32 [head_dim / 2]; `factor` multiplies
+    cos and sin.
+    """
 
-    def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each [num_tokens, head_dim]."""
-        angles = positions.float().unsqueeze(1) * self.frequencies
+    def __init__(self, frequencies: Tensor, factor: float) -> None:
+        self._frequencies = frequencies
+        self._factor = factor
+        self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+
+    def at(self, positions: Tensor, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, each [num_tokens, head_dim], of positions below `end`."""
+        cos, sin = self._tables.get(dtype) or self._table(256, dtype)
+        if len(cos) < end:
+            cos, sin = self._table(max(end, 2 * len(cos)), dtype)
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def _table(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(length, device=self._frequencies.device)
+        angles = positions.float().unsqueeze(1) * self._frequencies
         angles = torch.cat((angles, angles), dim=1)
-        return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
+        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
+        self._tables[dtype] = cos.to(dtype), sin.to(dtype)
+        return self._tables[dtype]
 
 
 class Decoder:
@@ -104,10 +131,13 @@ class Decoder:
         self._embedding = reader.tensor("model.embed_tokens.weight", matrix)
         self._layers = [DecoderLayer.read(reader, shape, n) for n in range(shape.num_layers)]
         self._norm = reader.tensor("model.norm.weight", (shape.hidden_size,))
-        self._head: Linear | None = None
-        if not shape.tied:
-            self._head = reader.linear(["lm_head"], [shape.vocab_size], shape.hidden_size, False)
+        self._head: Linear = (
+            DenseLinear(self._embedding)
+            if shape.tied
+            else reader.linear(["lm_head"], [shape.vocab_size], shape.hidden_size, False)
+        )
         reader.check_all_used()
+        self._fused = self._fuse()
         self._layout = CacheLayout(
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
@@ -134,15 +164,22 @@ class Decoder:
         paged = self._own(cache)
         check_context(sequences, num_new_tokens, cache.lengths, self.max_context)
         step = paged.plan(sequences, num_new_tokens)
-        softmax_scale = self.shape.head_dim**-0.5
+        hidden = F.embedding(input_ids.to(self.device), self._embedding)
+        angles = self._rotation.at(step.positions, max(step.new_lengths), self.dtype)
+        if self._fused is not None and len(hidden) <= FEW_ROWS:
+            hidden = self._run_fused(self._fused, hidden, angles, paged, step)
+        else:
+            softmax_scale = self.shape.head_dim**-0.5
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-            paged.append(layer, k, v, step)
-            return paged.attend(layer, q, step, softmax_scale, window)
+            def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+                paged.append(layer, k, v, step)
+                return paged.attend(layer, q, step, softmax_scale, window)
 
-        hidden = self._run(input_ids, step.positions, attend)
+            hidden = self._run(hidden, angles, attend)
         paged.commit(step)
-        return self._to_logits(hidden[step.last_rows] if last_only else hidden)
+        if last_only and len(step.last_rows) < len(hidden):
+            hidden = hidden[list(step.last_rows)]
+        return self._head(hidden, torch.float32)
 
     @torch.inference_mode()
     def logits(self, input_ids: Tensor) -> Tensor:
@@ -158,24 +195,57 @@ class Decoder:
             return torch.cat(parts).to(self.dtype)
 
         positions = torch.arange(length, device=self.device).repeat(batch)
-        hidden = self._run(input_ids.reshape(-1), positions, attend)
-        return self._to_logits(hidden).view(batch, length, self.vocab_size)
+        hidden = F.embedding(input_ids.reshape(-1).to(self.device), self._embedding)
+        angles = self._rotation.at(positions, length, self.dtype)
+        hidden = self._run(hidden, angles, attend)
+        return self._head(hidden, torch.float32).view(batch, length, self.vocab_size)
 
     def _own(self, cache: SequenceCache) -> PagedCache:
         if not isinstance(cache, PagedCache) or cache.layout is not self._layout:
             raise GenerationError("the cache belongs to another model; call new_cache of this one")
         return cache
 
-    def _run(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Run all layers. Shapes: int64 [num_tokens] twice -> [num_tokens, hidden]."""
-        hidden = F.embedding(input_ids.to(self.device), self._embedding)
-        angles = self._rotation.at(positions, self.dtype)
+    def _fuse(self) -> StepLayers | None:
+        """Return the layers for `decoder_step`, or None where one op at a time serves better."""
+        step = StepLayers()
+        fits = all(layer.add_to(step) for layer in self._layers)
+        return step if fits and EXTENSION_LOADED and self.device.type == "cpu" else None
+
+    def _run_fused(
+        self,
+        layers: StepLayers,
+        hidden: Tensor,
+        angles: tuple[Tensor, Tensor],
+        cache: PagedCache,
+        step: CacheStep,
+    ) -> Tensor:
+        """Do what `_run` does, and append to the cache, in one op; a few tokens only."""
+        shape = self.shape
+        return decoder_step(
+            hidden,
+            layers,
+            cache.tensors(),
+            self._norm,
+            angles,
+            step.slots,
+            step.block_tables,
+            step.lengths,
+            step.query_starts,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.norm_eps,
+            shape.head_dim**-0.5,
+            shape.activation,
+        )
+
+    def _run(self, hidden: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """Run all layers and the final norm. Shapes: [num_tokens, hidden] -> the same."""
         for number, layer in enumerate(self._layers):
             normed = rms_norm(hidden, layer.input_norm, self.shape.norm_eps)
             hidden = hidden + self._attention(number, layer, normed, angles, attend)
             normed = rms_norm(hidden, layer.post_norm, self.shape.norm_eps)
             hidden = hidden + layer.mlp(normed)
-        return hidden
+        return rms_norm(hidden, self._norm, self.shape.norm_eps)
 
     def _attention(
         self,
@@ -199,11 +269,6 @@ class Decoder:
         query, key = torch.split(rotated, [heads, kv_heads], dim=1)
         attended = attend(number, query, key, value, layer.window)
         return layer.out(attended.reshape(x.shape[0], self.shape.query_size))
-
-    def _to_logits(self, hidden: Tensor) -> Tensor:
-        normed = rms_norm(hidden, self._norm, self.shape.norm_eps)
-        head = self._head
-        return (F.linear(normed, self._embedding) if head is None else head(normed)).float()
 
 
 def check_context(

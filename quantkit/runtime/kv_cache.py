@@ -58,7 +58,7 @@ class CacheStep:
     block_tables: Tensor  # int32 [num_sequences, max_blocks]
     lengths: Tensor  # int32 [num_sequences], new_lengths
     query_starts: Tensor  # int32 [num_sequences + 1]
-    last_rows: Tensor  # int64 [num_sequences], the last token of each sequence
+    last_rows: tuple[int, ...]  # the last token of each sequence
 
 
 class PagedCache:
@@ -75,6 +75,7 @@ class PagedCache:
         self._free = list(range(self.num_blocks - 1, -1, -1))
         self._keys = [self._new_blocks(self.num_blocks) for _ in range(layout.num_layers)]
         self._values = [self._new_blocks(self.num_blocks) for _ in range(layout.num_layers)]
+        self._flat = self._flatten()
 
     @property
     def lengths(self) -> list[int]:
@@ -107,24 +108,29 @@ class PagedCache:
         totals = [old + new for old, new in zip(past, num_new_tokens, strict=True)]
         for sequence, total in zip(sequences, totals, strict=True):
             self._reserve(sequence, ceil(total / BLOCK_SIZE))
-        positions = torch.cat(
-            [torch.arange(old, total) for old, total in zip(past, totals, strict=True)]
-        )
-        tables = self._tables[list(sequences), : ceil(max(totals) / BLOCK_SIZE)]
-        counts = torch.tensor(num_new_tokens)
-        owner = torch.repeat_interleave(torch.arange(len(totals)), counts)
-        blocks = tables[owner, positions // BLOCK_SIZE].long()
-        ends = counts.cumsum(0)
+        positions: list[int] = []
+        slots: list[int] = []
+        ends = [0]
+        for sequence, old, total in zip(sequences, past, totals, strict=True):
+            owned = self._owned[sequence]
+            positions += range(old, total)
+            slots += [
+                owned[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(old, total)
+            ]
+            ends.append(len(positions))
         device = self.layout.device
+        # A slice of one row takes a third of the time of an index, and this runs for every token.
+        rows = slice(sequences[0], sequences[0] + 1) if len(sequences) == 1 else list(sequences)
+        tables = self._tables[rows, : ceil(max(totals) / BLOCK_SIZE)]
         return CacheStep(
             sequences=tuple(sequences),
             new_lengths=tuple(totals),
-            positions=positions.to(device),
-            slots=(blocks * BLOCK_SIZE + positions % BLOCK_SIZE).to(device),
+            positions=torch.tensor(positions, device=device),
+            slots=torch.tensor(slots, device=device),
             block_tables=tables.to(device),
             lengths=torch.tensor(totals, dtype=torch.int32, device=device),
-            query_starts=torch.nn.functional.pad(ends, (1, 0)).to(device, torch.int32),
-            last_rows=(ends - 1).to(device),
+            query_starts=torch.tensor(ends, dtype=torch.int32, device=device),
+            last_rows=tuple(end - 1 for end in ends[1:]),
         )
 
     def commit(self, step: CacheStep) -> None:
@@ -159,6 +165,19 @@ class PagedCache:
             window,
         )
 
+    def tensors(self) -> list[Tensor]:
+        """Return keys, values and their scales (or empty tensors) of all layers, in turn."""
+        return self._flat
+
+    def _flatten(self) -> list[Tensor]:
+        none = self._tables.new_empty(0)
+        flat: list[Tensor] = []
+        for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
+            k_scale, v_scale = self._scales(layer)
+            flat += (keys, values)
+            flat += (none, none) if k_scale is None or v_scale is None else (k_scale, v_scale)
+        return flat
+
     def _scales(self, layer: int) -> Scales | tuple[None, None]:
         return self.layout.scales[layer] if self.layout.scales else (None, None)
 
@@ -192,5 +211,6 @@ class PagedCache:
                 grown = self._new_blocks(self.num_blocks + added)
                 grown[: self.num_blocks] = blocks
                 stored[layer] = grown
+        self._flat = self._flatten()
         self._free[:0] = range(self.num_blocks + added - 1, self.num_blocks - 1, -1)
         self.num_blocks += added

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit import ops
+from quantkit import dense_ops, ops
 from quantkit.checkpoint import QuantizedWeight
+from quantkit.decoder_ops import StepLinear
 from quantkit.errors import CheckpointError
 from quantkit.numerics import amax_to_scale, fake_quantize, tile_amax
 from quantkit.scheme import QuantSpec
@@ -24,12 +24,16 @@ from quantkit.scheme import QuantSpec
 class Linear(Protocol):
     """Rows in, rows out. `gated` is for a stack of gate and up: `act(gate) * up`."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Shapes: [num_tokens, in_features] -> [num_tokens, out_features]."""
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Shapes: [num_tokens, in_features] -> [num_tokens, out_features], `dtype` or as x."""
         ...
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """Shapes: [num_tokens, in_features] -> [num_tokens, out_features / 2]."""
+        ...
+
+    def for_step(self) -> StepLinear | None:
+        """Return the layer as `decoder_step` takes it; None if it does more than that can do."""
         ...
 
 
@@ -95,10 +99,11 @@ class Fp8Linear:
         codes, scale = self.codes.to(device), self.scale.to(device)
         return Fp8Linear(codes, scale, self.group_size, bias, inputs)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return y. Shapes: [num_tokens, in_features] -> [num_tokens, out_features]."""
         x = x if self.inputs is None else self.inputs(x)
-        return ops.fp8_linear(x, self.codes, self.scale, self.bias, self.group_size)
+        y = ops.fp8_linear(x, self.codes, self.scale, self.bias, self.group_size)
+        return y.to(dtype or x.dtype)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """Return act(gate) * up, the first half of the rows being gate."""
@@ -107,25 +112,34 @@ class Fp8Linear:
             x, self.codes, self.scale, self.bias, self.group_size, activation
         )
 
+    def for_step(self) -> StepLinear | None:
+        """Return the layer for `decoder_step`; None if it quantizes its inputs."""
+        if self.inputs is not None:
+            return None
+        return StepLinear(self.codes, self.scale, self.bias, self.group_size)
+
 
 @dataclass(frozen=True, slots=True)
 class DenseLinear:
     """`y = x @ weight.T + bias` for layers that were left unquantized.
 
-    Shapes: weight [out_features, in_features], bias [out_features] or None, both in x's dtype.
+    Shapes: weight [out_features, in_features], bias [out_features] or None, in any float dtype.
     """
 
     weight: Tensor
     bias: Tensor | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return y. Shapes: [num_tokens, in_features] -> [num_tokens, out_features]."""
-        return F.linear(x, self.weight, self.bias)
+        return dense_ops.linear(x, self.weight, self.bias, dtype)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """Return act(gate) * up, the first half of the rows being gate."""
-        gate, up = self(x).chunk(2, dim=-1)
-        return ops.ACTIVATIONS[activation](gate) * up
+        return dense_ops.gated_linear(x, self.weight, self.bias, activation)
+
+    def for_step(self) -> StepLinear:
+        """Return the layer for `decoder_step`."""
+        return StepLinear(self.weight, bias=self.bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
-from quantkit import ops
 from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.errors import CheckpointError, UnsupportedError, nearest
+from quantkit.extension import EXTENSION_LOADED
 from quantkit.runtime.decoder import Decoder, Rotation
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.families import model_shape, parse_config, rotary_frequencies
@@ -100,7 +100,7 @@ def _build(reader: WeightReader, quantize_kv: bool) -> Engine:
 @lru_cache(maxsize=1)
 def _report_kernels() -> None:
     """Say once per process if the compiled kernels are missing."""
-    if not ops.EXTENSION_LOADED:
+    if not EXTENSION_LOADED:
         logger.warning("the compiled kernels are not in use; the reference kernels are slow")
 
 

