@@ -4,11 +4,12 @@ Owns selection (seeded, and independent of torch's global random state), the cut
 what is said about too little or unusable data. Text comes from `texts`, ids from `tokenize`.
 
 The rules. Running text (`builtin`, FILE.txt, FILE.md) is tokenized once and cut into windows of
-`seq_len`; a window shorter than that is used only if the text has no full one. In FILE.jsonl and
-`hf:` every row is a sample, cut to `seq_len`; `text` wins over `messages`. Windows and rows are
-chosen by their position, so reordering a file changes the choice unless all of it is used. Several
-sources give equal numbers of samples, the first ones one more where that does not divide; what one
-source lacks is not taken from another.
+`seq_len`; a window shorter than that is used only if the text has no full one. Windows of the
+packaged corpus are used up before those of Python's manual. In FILE.jsonl and `hf:` every row is a
+sample, cut to `seq_len`; `text` wins over `messages`. Windows and rows are chosen by their
+position, so reordering a file changes the choice unless all of it is used. Several sources give
+equal numbers of samples, the first ones one more where that does not divide; what one source lacks
+is not taken from another.
 """
 
 from __future__ import annotations
@@ -210,21 +211,25 @@ def _take(request: _Request, generate: SelfGenerate | None) -> _Taken:
 
 def _take_windows(request: _Request, text: RunningText) -> _Taken:
     """Choose windows of running text."""
-    pieces = _choose_pieces(request, text.pieces)
-    stream = [token for ids in encode(request.tokenizer, pieces) for token in ids]
+    numbers = _choose_pieces(request, text.pieces)
+    encoded = encode(request.tokenizer, [text.pieces[number] for number in numbers])
+    stream = [token for ids in encoded for token in ids]
     if len(stream) < MIN_TOKENS:
         raise DataError(
             f"{request.source} has {len(stream)} tokens; the minimum of a sample is {MIN_TOKENS}"
         )
     step = request.seq_len - len(request.prefix)
     windows = max(len(stream) // step, 1)
-    chosen = sorted(request.order(windows)[: request.count])
+    preferred = sum(number < text.num_preferred for number in numbers)
+    first = min(sum(len(ids) for ids in encoded[:preferred]) // step, windows)
+    order = request.order(first) + [first + number for number in request.order(windows - first)]
+    chosen = sorted(order[: request.count])
     ids = [request.sample(stream[number * step : (number + 1) * step]) for number in chosen]
     return _Taken(ids, windows, "window")
 
 
-def _choose_pieces(request: _Request, pieces: Sequence[str]) -> list[str]:
-    """Return enough pieces for the windows wanted, in their order; all of them, as a rule."""
+def _choose_pieces(request: _Request, pieces: Sequence[str]) -> list[int]:
+    """Number enough pieces for the windows wanted, in their order; all of them, as a rule."""
     budget = max(request.count * request.seq_len * CHARS_PER_TOKEN, MIN_CHARS)
     kept: list[int] = []
     for number in request.order(len(pieces)):
@@ -232,7 +237,7 @@ def _choose_pieces(request: _Request, pieces: Sequence[str]) -> list[str]:
             break
         kept.append(number)
         budget -= len(pieces[number])
-    return [pieces[number] for number in sorted(kept)]
+    return sorted(kept)
 
 
 def _take_rows(request: _Request, text: Rows) -> _Taken:

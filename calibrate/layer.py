@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from quantkit.calibrate.kv_scales import KvObserver
 from quantkit.calibrate.layerwise import Batch, LayerwiseModel
+from quantkit.calibrate.moments import InputMoments, MomentObservers
 from quantkit.calibrate.quantized_layer import (
     InputObservers,
     InputQuantizers,
@@ -18,6 +20,9 @@ from quantkit.calibrate.quantized_layer import (
 )
 from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.report import LayerReport, ModuleReport
+
+TOP_CHANNELS = 8
+"""Input channels that the report names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +48,12 @@ def calibrate_layer(
     quantized. Raises CalibrationError when a scale could not be fixed.
     """
     name = model.skeleton.disk_name(model.skeleton.layer_names[number])
-    first_original = [output for _, output in model.run(number, batches[:1])]
-    linears = quantize_weights(model.skeleton, modules, recipe.weights)
-    _fix_input_scales(model, number, batches, recipe, modules, linears)
-    report = LayerReport(name, [_module_report(linear) for linear in linears.values()])
+    first_original, moments = _observe(model, number, batches, recipe, modules)
+    linears = quantize_weights(model.skeleton, modules, recipe.weights, recipe.tiers, moments)
+    _fix_input_scales(model, number, batches, recipe, modules, linears, moments)
+    report = LayerReport(
+        name, [_module_report(linear, moments.get(key)) for key, linear in linears.items()]
+    )
     tensors = {
         f"{linear.name}.{leaf}": tensor
         for linear in linears.values()
@@ -64,6 +71,28 @@ def calibrate_layer(
     return LayerResult(tensors, report)
 
 
+def _observe(
+    model: LayerwiseModel,
+    number: int,
+    batches: Sequence[Batch],
+    recipe: Recipe,
+    modules: Mapping[str, nn.Linear],
+) -> tuple[list[Tensor], dict[str, InputMoments]]:
+    """Run the layer as it is; return its output for the first batch, and its inputs' moments.
+
+    Inputs are those that the quantized layers before produce. They do not pass through the 8-bit
+    format here: its rounding is independent of them, adds 0.1 % to the diagonal of the moments,
+    and takes as long as the layer itself.
+    """
+    if not recipe.tiers.needs_data:
+        return [output for _, output in model.run(number, batches[:1])], {}
+    observers = MomentObservers(modules)
+    first: list[Tensor] = []
+    for _, output in model.run(number, batches):
+        first = first or [output]
+    return first, observers.finish()
+
+
 def _fix_input_scales(
     model: LayerwiseModel,
     number: int,
@@ -71,9 +100,14 @@ def _fix_input_scales(
     recipe: Recipe,
     modules: Mapping[str, nn.Linear],
     linears: Mapping[str, QuantizedLinear],
+    moments: Mapping[str, InputMoments],
 ) -> None:
-    """Observe every module's input in a pass of its own; a recipe with static inputs needs it."""
+    """Set static input scales, from what was observed or else in a pass of its own."""
     if recipe.inputs is None or recipe.inputs.dynamic:
+        return
+    if all(name in moments for name in linears):
+        for name, linear in linears.items():
+            linear.set_input_range(moments[name].amax.max(), recipe.inputs)
         return
     observers = InputObservers(modules)
     for _ in model.run(number, batches):
@@ -108,6 +142,38 @@ def _move(
     return first_sqnr if first_sqnr is not None else 0.0
 
 
-def _module_report(linear: QuantizedLinear) -> ModuleReport:
+def _module_report(linear: QuantizedLinear, moments: InputMoments | None) -> ModuleReport:
     rows, columns = linear.codes.shape
-    return ModuleReport(linear.name, (rows, columns), linear.weight_sqnr_db, linear.input_amax)
+    report = ModuleReport(
+        name=linear.name,
+        shape=(rows, columns),
+        tiers=linear.tiers,
+        format=linear.spec.format,
+        weight_sqnr_db=linear.weight_sqnr_db,
+        plain_output_sqnr_db=linear.plain_output_sqnr_db,
+        output_sqnr_db=linear.output_sqnr_db,
+        outlier_ratio=linear.outlier_ratio,
+        input_amax=linear.input_amax,
+        num_clipped=linear.num_clipped,
+        outlier_columns=0 if linear.columns is None else len(linear.columns),
+        bytes=sum(tensor.nbytes for tensor in linear.tensors().values()),
+    )
+    return report if moments is None else _with_inputs(report, moments)
+
+
+def _with_inputs(report: ModuleReport, moments: InputMoments) -> ModuleReport:
+    """Add where the outliers of the module's input are."""
+    rms = moments.rms
+    middle = rms.median().item()
+    largest = torch.topk(rms, min(TOP_CHANNELS, len(rms)))
+    return replace(
+        report,
+        input_amax=moments.amax.max().item(),
+        input_outlier_ratio=rms.max().item() / middle if middle > 0 else None,
+        top_input_channels=tuple(
+            (channel, value)
+            for channel, value in zip(
+                largest.indices.tolist(), largest.values.tolist(), strict=True
+            )
+        ),
+    )

@@ -53,13 +53,21 @@ class _EndOfLayersError(Exception):
 
 
 class _Recorder(nn.Module):
-    """Stands in for a decoder layer: records the call, passes the hidden states on."""
+    """Stands in for a decoder layer: records the call, passes on `output` or the hidden states."""
 
-    def __init__(self, layer: nn.Module, log: list[tuple[Tensor, Call]], is_last: bool) -> None:
+    def __init__(
+        self,
+        layer: nn.Module,
+        log: list[tuple[Tensor, Call]],
+        is_last: bool,
+        output_size: int | None,
+        output: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self._log = log
         self._is_last = is_last
-        self._output_size: int | None = None
+        self._output_size = output_size
+        self._output = output
         object.__setattr__(self, "_layer", layer)  # not a submodule: its weights stay put
 
     def __getattr__(self, name: str) -> Any:
@@ -74,9 +82,10 @@ class _Recorder(nn.Module):
         self._log.append((hidden, Call(args, kwargs)))
         if self._is_last:
             raise _EndOfLayersError
-        return (
-            hidden if self._output_size is None else (hidden,) + (None,) * (self._output_size - 1)
-        )
+        passed_on = hidden if self._output is None else self._output
+        if self._output_size is None:
+            return passed_on
+        return (passed_on,) + (None,) * (self._output_size - 1)
 
 
 class LayerwiseModel:
@@ -88,6 +97,7 @@ class LayerwiseModel:
         # transformers is renaming the argument.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._shared: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._output_size: int | None = None  # of a layer's tuple; None for a bare tensor
 
     @torch.no_grad()
     def prepare(self, batches: Sequence[Tensor]) -> list[Batch]:
@@ -98,8 +108,8 @@ class LayerwiseModel:
         skeleton = self.skeleton
         skeleton.load("")
         skeleton.load(skeleton.layer_names[0])
-        output_size = self._probe(batches[0][:1, :2])
-        prepared = [self._record(ids, output_size) for ids in batches]
+        self._output_size = self._probe(batches[0][:1, :2])
+        prepared = [self._record(ids, self._output_size) for ids in batches]
         skeleton.unload("")
         return prepared
 
@@ -108,15 +118,39 @@ class LayerwiseModel:
         self, number: int, batches: Sequence[Batch], observer: KvObserver | None = None
     ) -> Iterator[tuple[Batch, Tensor]]:
         """Run layer `number` on each batch, yielding (batch, output hidden states)."""
-        layer = self.skeleton.layers[number]
         for batch in batches:
             batch.cache.observer = observer
-            call = batch.calls[number]
-            with _linears_by_sequence(layer, batch.hidden.shape[:2]):
-                output = layer(batch.hidden, *call.args, **call.kwargs)
+            output = self.output(number, batch, batch.hidden)
             batch.cache.observer = None
-            batch.cache.forget()  # or the next run would continue this one
-            yield batch, output if isinstance(output, Tensor) else output[0]
+            yield batch, output
+
+    def output(self, number: int, batch: Batch, hidden: Tensor) -> Tensor:
+        """Return what layer `number` makes of `hidden`, with the arguments of `batch`.
+
+        Shapes: [sequences, tokens, hidden_size] in and out. Gradients flow where they are enabled.
+        """
+        layer, call = self.skeleton.layers[number], batch.calls[number]
+        with _linears_by_sequence(layer, hidden.shape[:2]):
+            output = layer(hidden, *call.args, **call.kwargs)
+        batch.cache.forget()  # or the next run would continue this one
+        return output if isinstance(output, Tensor) else output[0]
+
+    def logits(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        """Return the model's logits for the last layer's output; embeddings and head are loaded.
+
+        Shapes: ids [sequences, tokens], hidden [sequences, tokens, hidden_size] -> [..., vocab].
+        """
+        layers, log = self.skeleton.layers, list[tuple[Tensor, Call]]()
+        originals = list(layers)
+        for number, layer in enumerate(originals):
+            layers[number] = _Recorder(layer, log, False, self._output_size, hidden)
+        try:
+            device_ids = ids.to(self.skeleton.device)
+            logits: Tensor = self.skeleton.model(input_ids=device_ids, use_cache=False).logits
+        finally:
+            for number, layer in enumerate(originals):
+                layers[number] = layer
+        return logits
 
     def _probe(self, ids: Tensor) -> int | None:
         """Check on a few tokens that the model can be run by layers.
@@ -144,9 +178,7 @@ class LayerwiseModel:
         stop_after = stop_after or len(originals)
         cache = observing_cache(self.skeleton.model.config)
         for number, layer in enumerate(originals):
-            recorder = _Recorder(layer, log, number + 1 == stop_after)
-            recorder._output_size = output_size
-            layers[number] = recorder
+            layers[number] = _Recorder(layer, log, number + 1 == stop_after, output_size)
         with suppress(_EndOfLayersError):
             try:
                 self.skeleton.decoder(

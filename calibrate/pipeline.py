@@ -6,27 +6,34 @@ quantized layer's outputs feed the next, so later layers are calibrated on what 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import quantkit
 from quantkit.calibrate.data import Samples, effective_seq_len, load_samples
+from quantkit.calibrate.journal import Journal, finished_report
 from quantkit.calibrate.layer import calibrate_layer
-from quantkit.calibrate.layerwise import LayerwiseModel, make_batches
-from quantkit.calibrate.output import CheckpointOutput
+from quantkit.calibrate.layerwise import Batch, LayerwiseModel, make_batches
+from quantkit.calibrate.moments import group_name
+from quantkit.calibrate.output import CheckpointOutput, bytes_of_dtype, peak_bytes
 from quantkit.calibrate.plan import Plan, make_plan
 from quantkit.calibrate.progress import Phase
 from quantkit.calibrate.quantized_layer import quantize_weights
 from quantkit.calibrate.recipe import Recipe, load_recipe
+from quantkit.calibrate.records import from_json
 from quantkit.calibrate.report import LayerReport, Report
 from quantkit.calibrate.self_data import generate_samples
+from quantkit.calibrate.sensitivity import Sensitivity, SensitivityProbe, choose_kept
 from quantkit.calibrate.skeleton import Skeleton
 from quantkit.calibrate.source import ModelSource, fingerprint, open_source
 from quantkit.checkpoint import cached_layers
@@ -61,10 +68,13 @@ def calibrate(
     batch_size: int | None = None,
     seed: int = 0,
     kv: str | None = None,
+    tiers: str | None = None,
+    budget: float | None = None,
     ignore: Sequence[str] = (),
     device: str = "auto",
     dtype: str = "auto",
     dry_run: bool = False,
+    resume: bool = False,
     chat_template: str | Path | None = None,
     trust_remote_code: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -82,20 +92,27 @@ def calibrate(
         batch_size: sequences per forward pass; default what suits the device. Changes no result.
         seed: chooses samples; nothing else is random.
         kv: "fp8", "fp8-head" or "none"; default as the recipe says.
+        tiers: "none" for plain rounding, or which of the recipe's tiers to use, with commas between:
+            range, compensation, smoothing, formats, outliers, keep.
+        budget: bytes a weight up to which the most sensitive modules stay as they are; 0 for none.
         ignore: further modules to leave as they are: names, or `re:` patterns.
         device: "auto", "cpu" or "cuda".
         dtype: dtype of the tensors that are not quantized; "auto" keeps the source's.
         dry_run: only make the plan; nothing is written and no data is read.
+        resume: go on with an unfinished run of the same `output`, model, data and options, which
+            was killed or interrupted; from the start if there is none. Without it such a run is
+            discarded.
         chat_template: file with a Jinja template for `messages` rows.
         trust_remote_code: run Python code that the model folder carries.
         max_shard_bytes: size limit of one safetensors file.
         progress: show progress on stderr.
 
     Returns a Report; str(report) is the table that the command line shows. Raises QuantKitError
-    with the cause, the object at fault and what to do; then `output` is as it was before.
+    with the cause, the object at fault and what to do; then `output` is as it was before. While a
+    run lasts, another one with the same `output` is refused.
     """
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    chosen = chosen.with_options(kv=kv, ignore=tuple(ignore))
+    chosen = chosen.with_options(kv, tuple(ignore), tiers, budget)
     _check_options(dtype, samples=samples, seq_len=seq_len, batch_size=batch_size)
     destination = None if dry_run else _destination(output, model)
     source = open_source(model, trust_remote_code)
@@ -104,59 +121,90 @@ def calibrate(
     length, note = _sample_length(skeleton, tokenizer, seq_len)
     size = batch_size or max(1, BATCH_TOKENS[skeleton.device.type] // length)
     plan = make_plan(skeleton, chosen, samples, length, size)
+    added = bytes_of_dtype(skeleton, plan, DTYPES[dtype])
+    plan = replace(plan, target_bytes=plan.target_bytes + added)
     if destination is None:
         return Report(plan)
-    check_free_space(destination, plan.target_bytes)
-    with Phase("checking weights", len(source.names), quiet=True) as phase:
-        source.scan(phase.advance)
-    found: Samples | None = None
-    if chosen.needs_data:
-        found = load_samples(
-            data,
-            tokenizer,
-            num_samples=samples,
-            seq_len=length,
-            seed=seed,
-            chat_template=_read_template(chat_template),
-            self_generate=partial(generate_samples, source),
-        )
-    report = Report(plan, destination, warnings=[*plan.warnings, *([note] if note else [])])
-    report.warnings += found.warnings if found else []
-    for warning in report.warnings:
-        logger.warning(warning)
-    report.provenance = _provenance(plan, source, found, seed)
+    hidden = _hidden_bytes(skeleton, samples * length if chosen.needs_data else 0)
+    needed = peak_bytes(plan.target_bytes, hidden, max_shard_bytes)
+    check_free_space(destination, needed - Journal.size(destination))
     with StagedFolder(destination) as stage:
-        output_tensors = CheckpointOutput(
-            skeleton, ShardWriter(stage.path, max_shard_bytes), DTYPES[dtype]
-        )
-        batches = make_batches(found.ids, size) if found else []
-        report.layers = _quantize(plan, skeleton, batches, output_tensors, progress)
-        report.plan = replace(plan, target_bytes=output_tensors.finish())
-        write_json(stage.path / "config.json", _config_json(plan, source, DTYPES[dtype]))
-        source.write_side_files(stage.path)
-        write_json(stage.path / "quantkit.json", report.to_json())
-        stage.commit()
+        with Phase("checking weights", len(source.names), quiet=True) as phase:
+            source.scan(phase.advance)
+        found: Samples | None = None
+        if chosen.needs_data:
+            found = load_samples(
+                data,
+                tokenizer,
+                num_samples=samples,
+                seq_len=length,
+                seed=seed,
+                chat_template=_read_template(chat_template),
+                self_generate=partial(generate_samples, source),
+            )
+        report = Report(plan, destination, warnings=[*plan.warnings, *([note] if note else [])])
+        report.warnings += found.warnings if found else []
+        for warning in report.warnings:
+            logger.warning(warning)
+        report.provenance = _provenance(plan, source, found, seed, dtype)
+        if resume and not Journal.size(destination):
+            finished = finished_report(destination, plan, report.provenance)
+            if finished is not None:
+                return finished
+        run = _fingerprint(report.provenance, skeleton, size, max_shard_bytes)
+        with Journal(destination, run, len(skeleton.layers), resume) as journal:
+            shards = ShardWriter(
+                stage.path, max_shard_bytes, work=journal.folder, num_pieces=journal.num_pieces
+            )
+            output_tensors = CheckpointOutput(skeleton, shards, DTYPES[dtype])
+            batches = make_batches(found.ids, size) if found else []
+            layerwise = LayerwiseModel(skeleton)
+            moving = layerwise.prepare(batches) if batches else []
+            if journal.prelude is None:
+                report.sensitivity = _measure_sensitivity(
+                    plan, layerwise, batches, moving, seed, progress
+                )
+                if report.sensitivity is not None:
+                    journal.set_prelude(asdict(report.sensitivity))
+            else:
+                report.sensitivity = from_json(Sensitivity, journal.prelude)
+            plan = _keep_sensitive(plan, skeleton, report.sensitivity)
+            report.layers = _quantize(
+                plan, layerwise, moving, output_tensors, journal, report.sensitivity, progress
+            )
+            report.plan = replace(plan, target_bytes=output_tensors.finish())
+            write_json(stage.path / "config.json", _config_json(plan, source, DTYPES[dtype]))
+            source.write_side_files(stage.path)
+            write_json(stage.path / "quantkit.json", report.to_json())
+            stage.commit()
     return report
 
 
 @torch.no_grad()
 def _quantize(
     plan: Plan,
-    skeleton: Skeleton,
-    batches: Sequence[Tensor],
+    model: LayerwiseModel,
+    moving: Sequence[Batch],
     output: CheckpointOutput,
+    journal: Journal,
+    sensitivity: Sensitivity | None,
     progress: bool,
 ) -> list[LayerReport]:
-    """Quantize and write every decoder layer, then what lies outside the layers."""
-    model = LayerwiseModel(skeleton)
-    moving = model.prepare(batches) if batches else []
-    quantized = {module.name for module in plan.quantized}
-    linears = skeleton.linear_modules()
-    chosen = {name: m for name, m in linears.items() if skeleton.disk_name(name) in quantized}
+    """Quantize and write every decoder layer, then what lies outside the layers.
+
+    Layers that the journal has are passed over, and it gets each of the others.
+    """
+    skeleton = model.skeleton
+    chosen = _quantized_linears(plan, skeleton)
     cached = set(cached_layers(skeleton.model.config.to_dict()))
-    reports = []
-    with Phase("layer", len(skeleton.layers), quiet=not progress) as phase:
-        for number, layer in enumerate(skeleton.layer_names):
+    finished = len(journal.layers)
+    for layer in skeleton.layer_names[:finished]:
+        output.skip(f"{skeleton.disk_name(layer)}.")
+        skeleton.unload(layer)
+    journal.restore(moving)
+    total = len(skeleton.layers)
+    with Phase("layer", total, quiet=not progress, done=finished) as phase:
+        for number, layer in list(enumerate(skeleton.layer_names))[finished:]:
             skeleton.load(layer)
             modules = {name: m for name, m in chosen.items() if name.startswith(f"{layer}.")}
             result = calibrate_layer(
@@ -164,16 +212,64 @@ def _quantize(
             )
             output.write(f"{skeleton.disk_name(layer)}.", result.tensors)
             skeleton.unload(layer)
-            reports.append(result.report)
+            result.report.add_sensitivity(plan, number, sensitivity)
+            journal.add(result.report, moving, output.flush())
             error = result.report.output_sqnr_db
             phase.advance("" if error is None else f"output SQNR {error:.1f} dB")
-    if plan.recipe.kv_spec and not any(report.scales for report in reports):
+    if plan.recipe.kv_spec and not any(report.scales for report in journal.layers):
         raise CalibrationError(
             f"no decoder layer of {plan.source_name} cached keys or values, so KV scales are "
             "unknown; use --kv none for this model"
         )
     output.write("", _outside_layers(plan, skeleton))
-    return reports
+    return journal.layers
+
+
+def _quantized_linears(plan: Plan, skeleton: Skeleton) -> dict[str, nn.Linear]:
+    names = {module.name for module in plan.quantized}
+    linears = skeleton.linear_modules()
+    return {name: m for name, m in linears.items() if skeleton.disk_name(name) in names}
+
+
+def _measure_sensitivity(
+    plan: Plan,
+    model: LayerwiseModel,
+    ids: Sequence[Tensor],
+    batches: Sequence[Batch],
+    seed: int,
+    progress: bool,
+) -> Sensitivity | None:
+    """Predict what each group of modules costs, where the recipe may keep some; by disk names."""
+    recipe, skeleton = plan.recipe, model.skeleton
+    if not recipe.tiers.budget or not batches:
+        return None
+    modules = {
+        name: module
+        for name, module in _quantized_linears(plan, skeleton).items()
+        if any(name.startswith(f"{layer}.") for layer in skeleton.layer_names)
+    }
+    probe = SensitivityProbe(model, modules, recipe.weights, recipe.inputs, not progress)
+    found = probe.measure(ids, batches, seed)
+    by_name = {skeleton.disk_name(name): kl for name, kl in found.predicted_kl.items()}
+    return Sensitivity(by_name, found.num_tokens)
+
+
+def _keep_sensitive(plan: Plan, skeleton: Skeleton, sensitivity: Sensitivity | None) -> Plan:
+    """Leave the most sensitive groups as they are, as far as the budget goes."""
+    if sensitivity is None:
+        return plan
+    modules = {module.name: module for module in plan.quantized}
+    members: dict[str, list[str]] = {}
+    for name in modules:
+        members.setdefault(group_name(name, modules), []).append(name)
+    cost = {
+        group: sum(modules[n].source_bytes - modules[n].target_bytes for n in names)
+        for group, names in members.items()
+    }
+    allowed = plan.recipe.tiers.budget * sum(prod(module.shape) for module in modules.values())
+    spare = int(allowed) - sum(module.target_bytes for module in modules.values())
+    kept = choose_kept(sensitivity.predicted_kl, cost, spare)
+    return plan.keeping([name for group in kept for name in members[group]])
 
 
 def _outside_layers(plan: Plan, skeleton: Skeleton) -> dict[str, Tensor]:
@@ -246,8 +342,28 @@ def _config_json(plan: Plan, source: ModelSource, dtype: torch.dtype | None) -> 
     return config
 
 
+def _hidden_bytes(skeleton: Skeleton, num_tokens: int) -> int:
+    """Return the bytes of what enters a layer, for all samples."""
+    hidden_size = int(skeleton.model.config.get_text_config().hidden_size)
+    return num_tokens * hidden_size * skeleton.dtype.itemsize
+
+
+def _fingerprint(
+    provenance: dict[str, Any], skeleton: Skeleton, batch_size: int, max_shard_bytes: int
+) -> dict[str, Any]:
+    """Return all that a resumed run must have in common with the unfinished one."""
+    config = json.dumps(skeleton.source.config_dict, sort_keys=True)
+    return {
+        "batch_size": batch_size,
+        "device": skeleton.device.type,
+        "max_shard_bytes": max_shard_bytes,
+        "config": sha256(config.encode()).hexdigest(),
+        **provenance,
+    }
+
+
 def _provenance(
-    plan: Plan, source: ModelSource, samples: Samples | None, seed: int
+    plan: Plan, source: ModelSource, samples: Samples | None, seed: int, dtype: str
 ) -> dict[str, Any]:
     """Return what a reader needs to repeat the run; no times, no paths."""
     import transformers
@@ -257,6 +373,7 @@ def _provenance(
         "profile": "portable" if plan.is_portable else "native",
         "recipe": asdict(plan.recipe),
         "seed": seed,
+        "dtype": dtype,
         "source": {"name": source.name, "fingerprint": fingerprint(source)},
         "data": samples.provenance if samples else None,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

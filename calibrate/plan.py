@@ -6,14 +6,15 @@ Making a plan opens the source and checks it against the recipe, and changes not
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 
-from quantkit.calibrate.recipe import Recipe, resolve_modules
+from quantkit.calibrate.recipe import Recipe
+from quantkit.calibrate.selection import resolve_modules
 from quantkit.calibrate.skeleton import Skeleton
 from quantkit.calibrate.source import ModelSource
 from quantkit.checkpoint import cached_layers
@@ -62,7 +63,18 @@ class Plan:
     def is_portable(self) -> bool:
         """Tell whether every engine loads the result: one KV scale a layer, head not quantized."""
         inside = all(module.layer is not None for module in self.quantized)
-        return inside and self.recipe.kv != "fp8-head"
+        return inside and self.recipe.is_portable and self.recipe.kv != "fp8-head"
+
+    def keeping(self, names: Collection[str]) -> Plan:
+        """Return the plan with some of its quantized modules left as they are."""
+        modules = tuple(
+            replace(module, quantized=False, target_bytes=module.source_bytes)
+            if module.name in names
+            else module
+            for module in self.modules
+        )
+        more = sum(m.target_bytes for m in modules) - sum(m.target_bytes for m in self.modules)
+        return replace(self, modules=modules, target_bytes=self.target_bytes + more)
 
     @property
     def ignored(self) -> list[str]:

@@ -6,7 +6,7 @@ The module computes in the source's floating-point type on exactly representable
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, log10
 from typing import Any
@@ -15,11 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from quantkit.calibrate.moments import InputMoments, group_name
 from quantkit.calibrate.observers import AmaxObserver, amax_of, canonical_input
 from quantkit.calibrate.skeleton import Skeleton
+from quantkit.calibrate.tiers import NO_TIERS, Tiers
+from quantkit.calibrate.weight_tiers import TierChoice, choose_tiers
 from quantkit.checkpoint import check_scale
 from quantkit.errors import CalibrationError
-from quantkit.numerics import amax_to_scale, dequantize, fake_quantize, quantize, tile_amax
+from quantkit.numerics import amax_to_scale, fake_quantize, tile_amax
 from quantkit.scheme import Granularity, QuantSpec, fused_siblings
 
 
@@ -27,41 +30,94 @@ from quantkit.scheme import Granularity, QuantSpec, fused_siblings
 class QuantizedLinear:
     """What calibration found out about one linear module; `name` is its name on disk.
 
-    codes [out, in]; weight_scale as `QuantSpec.scale_shape`; input_scale [1] for static inputs.
+    spec: how the weight is quantized. codes [out, in]; weight_scale as `QuantSpec.scale_shape`;
+    columns int64 [n] and exact bfloat16 [out, n] for input channels beside the codes; input_scale
+    [1] for static inputs. The output errors are in dB, on tokens that no tier was fitted to; None
+    without data.
     """
 
     name: str
+    spec: QuantSpec
     codes: Tensor
     weight_scale: Tensor
     weight_sqnr_db: float
+    outlier_ratio: float
+    num_clipped: int
+    tiers: tuple[str, ...] = ()
+    plain_output_sqnr_db: float | None = None
+    output_sqnr_db: float | None = None
+    columns: Tensor | None = None
+    exact: Tensor | None = None
     input_scale: Tensor | None = None
     input_amax: float | None = None
+
+    def set_input_range(self, amax: Tensor, spec: QuantSpec) -> None:
+        """Fix the static input scale. Shapes: amax scalar or [1].
+
+        Raises CalibrationError where it is not finite.
+        """
+        if not amax.isfinite().all():
+            raise CalibrationError(
+                f"the input of {self.name} has NaN or infinite values on the calibration data; "
+                "the model itself is broken at this layer"
+            )
+        self.input_amax = float(amax.item())
+        self.input_scale = amax_to_scale(amax.reshape(1).float().cpu(), spec.fmt)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what is stored, by the last part of the tensor's name."""
         stored = {"weight": self.codes, "weight_scale": self.weight_scale}
         if self.input_scale is not None:
             stored["input_scale"] = self.input_scale
+        if self.columns is not None and self.exact is not None:
+            stored["outlier_columns"] = self.columns.to("cpu", torch.int32)
+            stored["outlier_weight"] = self.exact.cpu().contiguous()
         return stored
 
 
 def quantize_weights(
-    skeleton: Skeleton, modules: Mapping[str, nn.Linear], spec: QuantSpec
+    skeleton: Skeleton,
+    modules: Mapping[str, nn.Linear],
+    spec: QuantSpec,
+    tiers: Tiers = NO_TIERS,
+    moments: Mapping[str, InputMoments] | None = None,
 ) -> dict[str, QuantizedLinear]:
     """Quantize the given, loaded modules; their weights become the dequantized values.
 
-    With one scale a tensor, members of a fused group (q/k/v, gate/up) share the largest, so that
-    an engine which fuses them need not round again. Raises CalibrationError for a scale that is
-    not finite and positive.
+    `moments` of a module's inputs allow the tiers; a module without them is rounded plainly. With
+    one scale a tensor, members of a fused group (q/k/v, gate/up) share it, so that an engine which
+    fuses them need not round again; members also share their format and exact columns. Raises
+    CalibrationError for a scale that is not finite and positive.
     """
-    weights = {name: _stored_weight(skeleton, name) for name in modules}
-    amax = {name: tile_amax(w, spec.tile(*w.shape)) for name, w in weights.items()}
-    if spec.granularity is Granularity.TENSOR:
-        amax = {name: _shared_amax(name, amax) for name in amax}
-    return {
-        name: _quantize_weight(skeleton.disk_name(name), module, weights[name], amax[name], spec)
-        for name, module in modules.items()
-    }
+    found: dict[str, QuantizedLinear] = {}
+    for names in _stacks(modules, spec):
+        weights = [_stored_weight(skeleton, name) for name in names]
+        known = (moments or {}).get(names[0])
+        choice = choose_tiers(_stack(weights), known, spec, tiers)
+        rows = [weight.shape[0] for weight in weights]
+        for name, weight, part in zip(names, weights, choice.split(rows), strict=True):
+            linear = _describe(skeleton.disk_name(name), weight, part)
+            check_scale(f"{linear.name}.weight_scale", linear.weight_scale)
+            found[name] = linear
+            parameter = modules[name].weight
+            parameter.data = part.chosen.values().to(parameter.dtype)
+    return {name: found[name] for name in modules}
+
+
+def _stacks(modules: Mapping[str, nn.Linear], spec: QuantSpec) -> list[list[str]]:
+    """Group the modules that are quantized together: fused groups, unless blocks would straddle."""
+    if spec.granularity is Granularity.BLOCK:
+        return [[name] for name in modules]
+    groups: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        first = group_name(name, modules)
+        same_input = modules[first].in_features == module.in_features
+        groups.setdefault(first if same_input else name, []).append(name)
+    return list(groups.values())
+
+
+def _stack(weights: Sequence[Tensor]) -> Tensor:
+    return weights[0] if len(weights) == 1 else torch.cat(list(weights))
 
 
 def _stored_weight(skeleton: Skeleton, name: str) -> Tensor:
@@ -74,22 +130,32 @@ def _stored_weight(skeleton: Skeleton, name: str) -> Tensor:
     return skeleton.source.tensor(stored).to(parameter.device)
 
 
-def _shared_amax(name: str, amax: Mapping[str, Tensor]) -> Tensor:
-    group = [amax[sibling] for sibling in fused_siblings(name) if sibling in amax]
-    return torch.stack(group).amax(dim=0)
+def _describe(name: str, weight: Tensor, choice: TierChoice) -> QuantizedLinear:
+    chosen = choice.chosen
+    row_amax = weight.abs().amax(dim=1).float()
+    middle = row_amax.median().item()
+    has_data = chosen.judged_on_data
+    return QuantizedLinear(
+        name=name,
+        spec=chosen.spec,
+        codes=chosen.codes.cpu(),
+        weight_scale=chosen.scale.reshape(chosen.spec.scale_shape(*weight.shape)).cpu(),
+        weight_sqnr_db=sqnr_db(weight, chosen.values()),
+        outlier_ratio=row_amax.max().item() / middle if middle > 0 else inf,
+        num_clipped=int(chosen.num_clipped(weight).sum()),
+        tiers=chosen.tiers,
+        plain_output_sqnr_db=_decibels(choice.signal, choice.plain.error) if has_data else None,
+        output_sqnr_db=_decibels(choice.signal, chosen.error) if has_data else None,
+        columns=chosen.columns,
+        exact=chosen.exact,
+    )
 
 
-def _quantize_weight(
-    name: str, module: nn.Linear, weight: Tensor, amax: Tensor, spec: QuantSpec
-) -> QuantizedLinear:
-    scale, tile = amax_to_scale(amax, spec.fmt), spec.tile(*weight.shape)
-    codes = quantize(weight, scale, spec.fmt, tile)
-    values = dequantize(codes, scale, spec.fmt, tile)
-    error = sqnr_db(weight, values)  # before `weight`, which may be the parameter itself, changes
-    module.weight.data = values.to(module.weight.dtype)
-    stored = scale.reshape(spec.scale_shape(*weight.shape)).cpu()
-    check_scale(f"{name}.weight_scale", stored)
-    return QuantizedLinear(name, codes.cpu(), stored, error)
+def _decibels(signal: Tensor, noise: Tensor) -> float:
+    power, error = signal.sum().item(), noise.sum().item()
+    if error <= 0:
+        return inf
+    return 10 * log10(power / error) if power > 0 else -inf
 
 
 def sqnr_db(signal: Tensor, approximation: Tensor) -> float:
@@ -102,6 +168,11 @@ def sqnr_db(signal: Tensor, approximation: Tensor) -> float:
     if noise == 0:
         return inf
     return 20 * log10(power / noise) if power > 0 else -inf
+
+
+def _shared_amax(name: str, amax: Mapping[str, Tensor]) -> Tensor:
+    group = [amax[sibling] for sibling in fused_siblings(name) if sibling in amax]
+    return torch.stack(group).amax(dim=0)
 
 
 class InputObservers:
@@ -141,16 +212,9 @@ class InputObservers:
                     f"no calibration token reached {name}, so its input scale is unknown; add data "
                     "or use a recipe with dynamic inputs (fp8-dynamic)"
                 )
-            if not observer.amax.isfinite().all():
-                raise CalibrationError(
-                    f"the input of {name} has NaN or infinite values on the calibration data; "
-                    "the model itself is broken at this layer"
-                )
             amax[name] = observer.amax
         for name, linear in linears.items():
-            shared = _shared_amax(name, amax)
-            linear.input_amax = float(shared.item())
-            linear.input_scale = amax_to_scale(shared.cpu(), spec.fmt)
+            linear.set_input_range(_shared_amax(name, amax), spec)
 
 
 class InputQuantizers:

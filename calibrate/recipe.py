@@ -1,30 +1,23 @@
-"""Recipes: how a model is to be quantized, read from TOML, and which of its modules that selects.
+"""Recipes: how a model is to be quantized, read from TOML.
 
-Owns the recipe file format, its strict validation, and the rules for `targets` and `ignore`. Knows
-module names, not modules: no weights, no data.
+Owns the recipe file format and its strict validation. What `targets` and `ignore` select is in
+`selection`, what [tiers] may hold in `tiers`.
 """
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from quantkit.calibrate.selection import ALL_LINEARS, HEAD
+from quantkit.calibrate.tiers import Tiers, only_tiers
 from quantkit.errors import RecipeError, nearest
 from quantkit.numerics import E4M3
-from quantkit.scheme import Granularity, QuantSpec, Scheme, fused_siblings
-
-ALL_LINEARS = "Linear"
-"""The entry of `targets` that selects every linear module."""
-HEAD = "lm_head"
-"""The entry of `ignore` that means the output head, whatever the model calls it.
-
-The only entry that may match nothing: a model may have no head of its own.
-"""
+from quantkit.scheme import Granularity, QuantSpec, Scheme
 
 _KV_SPECS: dict[str, QuantSpec | None] = {
     "fp8": QuantSpec(Granularity.TENSOR),
@@ -49,7 +42,8 @@ _INPUT_KINDS = (
 class Recipe:
     """What to quantize, and how. `inputs=None` quantizes weights only.
 
-    Raises RecipeError where the parts do not make a checkpoint that engines load.
+    Raises RecipeError where the parts do not make a checkpoint that engines, or quantkit itself,
+    can load.
     """
 
     name: str
@@ -59,11 +53,13 @@ class Recipe:
     kv: str = "fp8"  # "fp8": one scale per layer; "fp8-head": one per KV head; "none"
     targets: tuple[str, ...] = (ALL_LINEARS,)
     ignore: tuple[str, ...] = (HEAD,)
+    tiers: Tiers = field(default_factory=Tiers)
 
     def __post_init__(self) -> None:
         """Check the values that do not depend on a model."""
         _check_kind("weights", self.weights, _WEIGHT_KINDS)
         if self.inputs is not None:
+            _check_format("inputs", self.inputs)
             _check_kind("inputs", self.inputs, _INPUT_KINDS)
         if self.kv not in _KV_SPECS:
             hint = nearest(self.kv, _KV_SPECS)
@@ -78,25 +74,45 @@ class Recipe:
 
     @property
     def needs_data(self) -> bool:
-        """True if a scale is measured on data: static inputs, or the KV cache."""
-        return self.kv_spec is not None or (self.inputs is not None and not self.inputs.dynamic)
+        """True if anything is measured on data: tiers, static inputs, or the KV cache."""
+        has_static_inputs = self.inputs is not None and not self.inputs.dynamic
+        return self.tiers.needs_data or self.kv_spec is not None or has_static_inputs
+
+    @property
+    def is_portable(self) -> bool:
+        """True if the weights are what every engine loads."""
+        return self.tiers.is_portable and self.weights.format == E4M3.name
 
     def scheme(self, ignored: Iterable[str]) -> Scheme:
         """Return the scheme of a checkpoint in which `ignored` (full names) stay unquantized."""
         return Scheme(self.weights, self.inputs, self.kv_spec, tuple(ignored))
 
-    def with_options(self, kv: str | None = None, ignore: Sequence[str] = ()) -> Recipe:
-        """Return the recipe with another `kv`, if given, and with more `ignore` entries."""
+    def with_options(
+        self,
+        kv: str | None = None,
+        ignore: Sequence[str] = (),
+        tiers: str | None = None,
+        budget: float | None = None,
+    ) -> Recipe:
+        """Return the recipe with other values where they are given, and more `ignore` entries.
+
+        `tiers` is "none" for plain rounding, or the names of those to use, separated by commas;
+        tiers that the recipe does not use stay off. Raises RecipeError for an unknown name.
+        """
         added = tuple(entry for entry in ignore if entry not in self.ignore)
-        return replace(self, kv=self.kv if kv is None else kv, ignore=(*self.ignore, *added))
+        chosen = self.tiers if tiers is None else only_tiers(self.tiers, tiers)
+        if budget is not None:
+            chosen = replace(chosen, budget=budget)
+        return replace(
+            self,
+            kv=self.kv if kv is None else kv,
+            ignore=(*self.ignore, *added),
+            tiers=chosen,
+        )
 
 
 def _check_kind(part: str, spec: QuantSpec, known: tuple[tuple[Granularity, bool], ...]) -> None:
-    """Raise RecipeError unless `spec` is E4M3 in one of the `known` (granularity, dynamic)."""
-    if spec.format != E4M3.name:
-        raise RecipeError(
-            f"{part}.format is {spec.format!r}; checkpoints hold {E4M3.name!r}, which engines load"
-        )
+    """Raise RecipeError unless `spec` is one of the `known` (granularity, dynamic)."""
     if (spec.granularity, spec.dynamic) not in known:
         options = ", ".join(
             f"{granularity.value} {'dynamic' if dynamic else 'static'}"
@@ -104,6 +120,14 @@ def _check_kind(part: str, spec: QuantSpec, known: tuple[tuple[Granularity, bool
         )
         kind = f"{spec.granularity.value!r}, {'dynamic' if spec.dynamic else 'static'}"
         raise RecipeError(f"{part} are {kind}; checkpoints hold: {options}")
+
+
+def _check_format(part: str, spec: QuantSpec) -> None:
+    """Raise RecipeError unless `spec` is E4M3: matmuls multiply that, and decode the others."""
+    if spec.format != E4M3.name:
+        raise RecipeError(
+            f"{part}.format is {spec.format!r}; inputs are {E4M3.name!r}, which engines multiply"
+        )
 
 
 def recipe_names() -> list[str]:
@@ -160,6 +184,8 @@ def parse_recipe(text: str, where: str, name: str) -> Recipe:
     for key in ("weights", "inputs"):
         if key in table:
             table[key] = _parse_spec(table[key], f"{where}: [{key}]")
+    if "tiers" in table:
+        table["tiers"] = _parse_tiers(table["tiers"], f"{where}: [tiers]")
     try:
         return Recipe(**{"name": name, **table})
     except RecipeError as error:
@@ -168,7 +194,7 @@ def parse_recipe(text: str, where: str, name: str) -> Recipe:
 
 def strict_fields(cls: type, table: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return `table` if every key is a field of dataclass `cls`; else RecipeError names the key."""
-    known = [field.name for field in fields(cls)]
+    known = [known.name for known in fields(cls)]
     for key in table:
         if key not in known:
             hint = nearest(key, known)
@@ -207,6 +233,24 @@ def _parse_spec(value: object, where: str) -> QuantSpec:
         raise RecipeError(f"{where}: {error}") from None
 
 
+def _parse_tiers(value: object, where: str) -> Tiers:
+    """Parse the [tiers] table."""
+    if not isinstance(value, dict):
+        raise RecipeError(f"{where} must be a table, got {value!r}")
+    table = strict_fields(Tiers, value, where)
+    for key in ("range", "compensation", "smoothing"):
+        _check_type(table, key, bool, where)
+    for key in ("outlier_columns", "budget"):
+        if key in table:
+            table[key] = _number(table[key], f"{where}: {key}")
+    if "formats" in table:
+        table["formats"] = _string_tuple(table["formats"], f"{where}: formats")
+    try:
+        return Tiers(**table)
+    except RecipeError as error:
+        raise RecipeError(f"{where}: {error}") from None
+
+
 def _check_type(table: Mapping[str, Any], key: str, kind: type, where: str) -> None:
     if key in table and not isinstance(table[key], kind):
         words = {str: "a string", bool: "true or false"}
@@ -219,93 +263,14 @@ def _string_tuple(value: object, where: str) -> tuple[str, ...]:
     return tuple(value)
 
 
+def _number(value: object, where: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise RecipeError(f"{where} must be a number, got {value!r}")
+    return float(value)
+
+
 def _positive(value: object, where: str) -> int:
     # bool is an int to Python, not to a reader of the file.
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise RecipeError(f"{where} must be a whole number above 0, got {value!r}")
     return value
-
-
-def resolve_modules(
-    recipe: Recipe, linear_names: Sequence[str], tied_head: bool = False, head: str = HEAD
-) -> tuple[list[str], list[str]]:
-    """Split a model's linear modules into (quantized, ignored), full names in the model's order.
-
-    `head` is the full name of the output head; `tied_head` says that it shares the input
-    embedding's matrix, so it can only be ignored, and is then listed though it has no tensor.
-    Raises RecipeError for an entry that matches nothing, a quantized tied head, a split fused
-    group, and when nothing is left to quantize.
-    """
-    names = list(linear_names)
-    if tied_head and head not in names:
-        names.append(head)
-    selected: set[str] = set()
-    for entry in recipe.targets:
-        selected.update(names if entry == ALL_LINEARS else match_names(entry, names, "targets"))
-    if HEAD in recipe.targets and HEAD in recipe.ignore and not tied_head:
-        raise RecipeError(
-            f"recipe {recipe.name} has {HEAD!r} in targets and in ignore (its default); write "
-            "ignore = [] to quantize the output head"
-        )
-    for entry in recipe.ignore:
-        heads = [name for name in names if name == head or _has_parts(name, HEAD)]
-        selected.difference_update(heads if entry == HEAD else match_names(entry, names, "ignore"))
-    if tied_head and (head in selected or HEAD in recipe.targets):
-        raise RecipeError(
-            f"recipe {recipe.name} quantizes {head}, which this model ties to its input embedding "
-            f"(tie_word_embeddings); ignore {HEAD!r} and do not target it"
-        )
-    if not selected:
-        raise RecipeError(
-            f"recipe {recipe.name} leaves nothing to quantize: ignore covers all targets among "
-            f"{len(names)} linear modules"
-        )
-    _check_fused_groups(selected, names)
-    return [n for n in names if n in selected], [n for n in names if n not in selected]
-
-
-def _check_fused_groups(selected: set[str], names: list[str]) -> None:
-    """Raise RecipeError if a fused group is quantized in part; engines refuse to load that."""
-    present = set(names)
-    for name in names:
-        group = [sibling for sibling in fused_siblings(name) if sibling in present]
-        missing = [sibling for sibling in group if sibling not in selected]
-        if missing and len(missing) < len(group):
-            parent = name.rpartition(".")[0]
-            members = ", ".join(sibling.rpartition(".")[2] for sibling in group)
-            raise RecipeError(
-                f"the fused group ({members}) of {parent} is quantized in part: "
-                f"{', '.join(missing)} would stay as it is; engines run the group as one matmul, "
-                "so ignore all of its members or none"
-            )
-
-
-def match_names(pattern: str, names: Sequence[str], what: str) -> list[str]:
-    """Return the names that a pattern selects: whole dotted parts, or `re:` + a regex.
-
-    A plain pattern is a full name or consecutive parts of one: "lm_head", "mlp.down_proj",
-    "layers.0" (all of the layer). A regex must match from the start of the name, as in
-    compressed-tensors. Raises RecipeError that quotes the pattern and offers the nearest name when
-    nothing matches. `what` ("targets" or "ignore") is named in that error.
-    """
-    if pattern.startswith("re:"):
-        try:
-            regex = re.compile(pattern[3:])
-        except re.error as error:
-            raise RecipeError(f"{what} entry {pattern!r} is not a valid regex: {error}") from None
-        found = [name for name in names if regex.match(name)]
-    else:
-        found = [name for name in names if _has_parts(name, pattern)]
-    if not found:
-        parts = [name.split(".") for name in names]
-        tails = {".".join(part[start:]) for part in parts for start in range(len(part))}
-        known = tails | {ALL_LINEARS if what == "targets" else HEAD}
-        raise RecipeError(
-            f"{what} entry {pattern!r} matches no linear module{nearest(pattern, known)}; "
-            "'quantkit calibrate --dry-run' lists the modules"
-        )
-    return found
-
-
-def _has_parts(name: str, pattern: str) -> bool:
-    return f".{pattern}." in f".{name}."

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,45 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from quantkit.calibrate.moments import group_name
 from quantkit.calibrate.plan import ModulePlan, Plan
+from quantkit.calibrate.sensitivity import Sensitivity
+from quantkit.calibrate.tiers import TIER_FIELDS
+from quantkit.scheme import fused_siblings
 
 RENDER_WIDTH = 100
+KEEP = "keep"
+"""The tier of a module that stays as it is, because the recipe's budget allows for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleReport:
-    """One quantized linear module: shape [out, in]; `input_amax` only for static inputs."""
+    """One linear module: what was done to it, and what that cost.
+
+    shape [out, in]. tiers: those in force, in order; () is plain rounding, ("keep",) leaves the
+    module as it is. SQNR in dB, higher is better: `weight_sqnr_db` of the weight itself,
+    `output_sqnr_db` of the module's output on held-out calibration tokens, and `plain_...` what
+    plain rounding would have given. Ratios: largest / median row amax of the weight, and largest /
+    median channel RMS of the input. top_input_channels: (channel, RMS), largest first.
+    predicted_kl: what plain rounding of the module's fused group adds to the divergence of the
+    model's predictions, in nats a token. None is not known.
+    """
 
     name: str
     shape: tuple[int, int]
-    weight_sqnr_db: float
-    input_amax: float | None
+    tiers: tuple[str, ...] = ()
+    format: str | None = None
+    weight_sqnr_db: float | None = None
+    plain_output_sqnr_db: float | None = None
+    output_sqnr_db: float | None = None
+    outlier_ratio: float | None = None
+    input_outlier_ratio: float | None = None
+    input_amax: float | None = None
+    top_input_channels: tuple[tuple[int, float], ...] = ()
+    num_clipped: int = 0
+    outlier_columns: int = 0
+    bytes: int = 0
+    predicted_kl: float | None = None
 
 
 @dataclass(slots=True)
@@ -42,6 +68,23 @@ class LayerReport:
     output_sqnr_db: float | None = None
     scales: dict[str, list[float]] = field(default_factory=dict)
 
+    def add_sensitivity(self, plan: Plan, number: int, sensitivity: Sensitivity | None) -> None:
+        """List what layer `number` of the plan keeps, and what each group was predicted to cost."""
+        if sensitivity is None:
+            return
+        done = {module.name for module in self.modules}
+        for planned in plan.modules:
+            group = any(name in sensitivity.predicted_kl for name in fused_siblings(planned.name))
+            if planned.layer == number and group and planned.name not in done:
+                self.modules.append(
+                    ModuleReport(planned.name, planned.shape, (KEEP,), bytes=planned.target_bytes)
+                )
+        names = {module.name: module for module in self.modules}
+        self.modules = [
+            replace(module, predicted_kl=sensitivity.predicted_kl.get(group_name(name, names)))
+            for name, module in names.items()
+        ]
+
 
 @dataclass(slots=True)
 class Report:
@@ -52,6 +95,7 @@ class Report:
     layers: list[LayerReport] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
+    sensitivity: Sensitivity | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the contents of quantkit.json; the same run gives the same value."""
@@ -59,8 +103,22 @@ class Report:
             **self.provenance,
             "source_bytes": self.plan.source_bytes,
             "target_bytes": self.plan.target_bytes,
+            "tiers": {
+                name: bool(getattr(self.plan.recipe.tiers, key))
+                for name, key in TIER_FIELDS.items()
+            },
+            "sensitivity": self._sensitivity_json(),
             "layers": [_layer_json(layer) for layer in self.layers],
             "warnings": self.warnings,
+        }
+
+    def _sensitivity_json(self) -> dict[str, Any] | None:
+        if self.sensitivity is None:
+            return None
+        return {
+            "tokens": self.sensitivity.num_tokens,
+            "predicted_kl": _rounded(sum(self.sensitivity.predicted_kl.values())),
+            "budget": self.plan.recipe.tiers.budget,
         }
 
     def __str__(self) -> str:
@@ -73,21 +131,20 @@ def _layer_json(layer: LayerReport) -> dict[str, Any]:
         "name": layer.name,
         "output_sqnr_db": _rounded(layer.output_sqnr_db),
         "scales": layer.scales,
-        "modules": [
-            {
-                "name": module.name,
-                "shape": list(module.shape),
-                "weight_sqnr_db": _rounded(module.weight_sqnr_db),
-                "input_amax": module.input_amax,
-            }
-            for module in layer.modules
-        ],
+        "modules": [_module_json(module) for module in layer.modules],
+    }
+
+
+def _module_json(module: ModuleReport) -> dict[str, Any]:
+    return {
+        key: _rounded(value) if isinstance(value, float) else value
+        for key, value in asdict(module).items()
     }
 
 
 def _rounded(value: float | None) -> float | None:
-    """Round dB to what is meaningful; an exact result has no dB in JSON."""
-    return round(value, 3) if value is not None and isfinite(value) else None
+    """Round to what is meaningful, 5 digits; an exact result has no dB in JSON."""
+    return float(f"{value:.5g}") if value is not None and isfinite(value) else None
 
 
 def _by_kind(modules: Sequence[ModulePlan]) -> dict[str, list[ModulePlan]]:
@@ -121,25 +178,41 @@ def _result_table(report: Report) -> Table:
     reports = {module.name: module for layer in report.layers for module in layer.modules}
     table = Table(title=f"{plan.source_name} with recipe {plan.recipe.name}", title_justify="left")
     table.add_column("modules")
-    for column in ("count", "MB before", "MB after", "weight SQNR, dB", "worst, dB", "worst in"):
+    quality = "output" if any(r.output_sqnr_db is not None for r in reports.values()) else "weight"
+    headers = ("count", "MB before", "MB after", "plain, dB", f"{quality} SQNR, dB", "worst, dB")
+    for column in (*headers, "worst in"):
         table.add_column(column, justify="right")
     for kind, modules in _by_kind(plan.modules).items():
         sizes = (sum(m.source_bytes for m in modules), sum(m.target_bytes for m in modules))
         cells = [kind, str(len(modules)), *(f"{size / 1e6:.1f}" for size in sizes)]
         found = [reports[m.name] for m in modules if m.name in reports]
-        if found:
-            worst = min(found, key=lambda module: module.weight_sqnr_db)
-            mean = sum(module.weight_sqnr_db for module in found) / len(found)
-            layer = next((m.layer for m in modules if m.name == worst.name), None)
-            place = "" if layer is None else f"layer {layer}"
-            cells += [f"{mean:.1f}", f"{worst.weight_sqnr_db:.1f}", place]
-        else:
-            cells += ["unchanged", "", ""]
+        cells += _quality_cells(found, {m.name: m.layer for m in modules})
         table.add_row(*cells)
     table.add_section()
     sizes = (plan.source_bytes, plan.target_bytes)
-    table.add_row("all tensors", "", *(f"{size / 1e6:.1f}" for size in sizes), "", "", "")
+    table.add_row("all tensors", "", *(f"{size / 1e6:.1f}" for size in sizes), "", "", "", "")
     return table
+
+
+def _quality_cells(modules: Sequence[ModuleReport], layers: Mapping[str, int | None]) -> list[str]:
+    """Return mean SQNR by plain rounding and as it is, the worst, and where that is."""
+    known = {m.name: q for m in modules if (q := _quality(m)) is not None}
+    if not known:
+        return ["unchanged", "", "", ""]
+    plain = [m.plain_output_sqnr_db for m in modules if m.plain_output_sqnr_db is not None]
+    worst = min(known, key=lambda name: known[name])
+    layer = layers.get(worst)
+    return [
+        f"{sum(plain) / len(plain):.1f}" if plain else "",
+        f"{sum(known.values()) / len(known):.1f}",
+        f"{known[worst]:.1f}",
+        "" if layer is None else f"layer {layer}",
+    ]
+
+
+def _quality(module: ModuleReport) -> float | None:
+    """Return the SQNR of a quantized module's output, or of its weight where no data ran."""
+    return module.weight_sqnr_db if module.output_sqnr_db is None else module.output_sqnr_db
 
 
 def render(table: Table) -> str:

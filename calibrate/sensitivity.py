@@ -1,0 +1,198 @@
+"""How much quantizing each group of modules would change the model's predictions.
+
+For small changes the divergence of the predictions is a quadratic form: with g the gradient of the
+log-probability of a token drawn from the model's own prediction, and d what quantization changes in
+a module's output, `KL ~ E[(g . d)^2] / 2` (g g^T in expectation is the Fisher information, which is
+the Hessian of the KL). One backward pass gives g for every module at once; d is the module run with
+quantized weight and input on the same tokens. On a 135M Llama the sum over all modules was within
+5 % of the measured divergence.
+
+Layers are loaded one at a time, twice: forwards to record what enters each, and backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from quantkit.calibrate.layerwise import Batch, LayerwiseModel
+from quantkit.calibrate.moments import group_name
+from quantkit.calibrate.progress import Phase
+from quantkit.calibrate.quantized_layer import fake_quantize_input
+from quantkit.errors import CalibrationError
+from quantkit.numerics import amax_to_scale, fake_quantize, tile_amax
+from quantkit.scheme import QuantSpec
+
+MAX_TOKENS = 2048
+"""Enough to rank modules: a few sequences."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """Predicted divergence in nats a token, by module; a fused group has one value for all."""
+
+    predicted_kl: dict[str, float]
+    num_tokens: int
+
+
+class SensitivityProbe:
+    """Measures `Sensitivity` for one way of plain rounding."""
+
+    def __init__(
+        self,
+        model: LayerwiseModel,
+        modules: Mapping[str, nn.Linear],
+        weights: QuantSpec,
+        inputs: QuantSpec | None,
+        quiet: bool = False,
+    ) -> None:
+        self._model = model
+        self._modules = modules
+        self._weights = weights
+        self._inputs = inputs
+        self._quiet = quiet
+        self._squares: dict[str, float] = {}
+
+    def measure(self, ids: Sequence[Tensor], batches: Sequence[Batch], seed: int) -> Sensitivity:
+        """Run the first MAX_TOKENS of the batches, which stay as they are.
+
+        Shapes: ids, one [sequences, tokens] a batch. Raises CalibrationError for a model that
+        cannot be differentiated.
+        """
+        count = _num_batches(ids)
+        try:
+            self._measure(ids[:count], batches[:count], torch.Generator().manual_seed(seed))
+        except (RuntimeError, TypeError) as error:
+            raise CalibrationError(
+                f"the model cannot be differentiated ({error}), so no module can be chosen to "
+                "stay as it is; use --budget 0"
+            ) from error
+        num_tokens = sum(tokens.numel() for tokens in ids[:count])
+        kl = {name: square / (2 * num_tokens) for name, square in self._squares.items()}
+        return Sensitivity(kl, num_tokens)
+
+    def _measure(
+        self, ids: Sequence[Tensor], batches: Sequence[Batch], generator: torch.Generator
+    ) -> None:
+        model, skeleton = self._model, self._model.skeleton
+        names = skeleton.layer_names
+        entering = [[batch.hidden for batch in batches]]
+        with Phase("sensitivity", 2 * len(names), quiet=self._quiet) as phase, torch.no_grad():
+            for number, name in enumerate(names):
+                skeleton.load(name)
+                pairs = zip(batches, entering[-1], strict=True)
+                entering.append([model.output(number, batch, hidden) for batch, hidden in pairs])
+                skeleton.unload(name)
+                phase.advance()
+            skeleton.load("")
+            gradients = [
+                torch.cat([self._head_gradient(row[None], h[None], generator) for row, h in pairs])
+                for pairs in (
+                    zip(i, h, strict=True) for i, h in zip(ids, entering.pop(), strict=True)
+                )
+            ]
+            skeleton.unload("")
+            for number, name in reversed(list(enumerate(names))):
+                skeleton.load(name)
+                gradients = [
+                    self._back(number, batch, hidden, gradient)
+                    for batch, hidden, gradient in zip(
+                        batches, entering.pop(), gradients, strict=True
+                    )
+                ]
+                skeleton.unload(name)
+                phase.advance()
+
+    def _head_gradient(self, ids: Tensor, hidden: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the gradient of log p(drawn tokens) at the last layer's output."""
+        with torch.enable_grad():
+            leaf = hidden.detach().requires_grad_()
+            log_p = self._model.logits(ids, leaf).float().log_softmax(-1)
+            p = log_p.detach().exp().flatten(0, -2)
+            drawn = torch.multinomial(p.cpu(), 1, generator=generator).to(p.device)
+            chosen = log_p.flatten(0, -2).gather(1, drawn).sum()
+            return torch.autograd.grad(chosen, leaf)[0]
+
+    def _back(self, number: int, batch: Batch, hidden: Tensor, gradient: Tensor) -> Tensor:
+        """Add up one layer's modules; return the gradient at the layer's input."""
+        prefix = f"{self._model.skeleton.layer_names[number]}."
+        inside = {n: m for n, m in self._modules.items() if n.startswith(prefix)}
+        with torch.enable_grad(), self._hooks(inside):
+            leaf = hidden.detach().requires_grad_()
+            output = self._model.output(number, batch, leaf)
+            return torch.autograd.grad(output, leaf, gradient)[0]
+
+    @contextmanager
+    def _hooks(self, modules: Mapping[str, nn.Linear]) -> Iterator[None]:
+        handles = [m.register_forward_hook(self._hook(n)) for n, m in modules.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, name: str) -> Any:
+        group = group_name(name, self._modules)
+
+        def observe(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
+            change = self._change(module, args[0].detach(), output.detach())
+
+            def take(gradient: Tensor) -> None:
+                products = (gradient.float() * change).sum(dim=-1)
+                square = products.square().sum(dtype=torch.float64).item()
+                self._squares[group] = self._squares.get(group, 0.0) + square
+
+            if output.requires_grad:
+                output.register_hook(take)  # type: ignore[no-untyped-call]
+
+        return observe
+
+    def _change(self, module: nn.Linear, x: Tensor, output: Tensor) -> Tensor:
+        """Return what plain rounding of weight and input does to a module's output, float32."""
+        with torch.no_grad():
+            weight, spec = module.weight, self._weights
+            tile = spec.tile(*weight.shape)
+            scale = amax_to_scale(tile_amax(weight, tile), spec.fmt)
+            rounded = fake_quantize(weight, scale, spec.fmt, tile)
+            if self._inputs is not None:
+                x = fake_quantize_input(x, self._input_scale(x), self._inputs)
+            return F.linear(x, rounded, module.bias).float() - output.float()
+
+    def _input_scale(self, x: Tensor) -> Tensor | None:
+        spec = self._inputs
+        if spec is None or spec.dynamic:
+            return None
+        return amax_to_scale(x.abs().amax().float().reshape(1), spec.fmt)
+
+
+def _num_batches(ids: Sequence[Tensor]) -> int:
+    """Return how many batches hold the first MAX_TOKENS; at least one."""
+    total = 0
+    for number, tokens in enumerate(ids):
+        if total >= MAX_TOKENS:
+            return number
+        total += tokens.numel()
+    return len(ids)
+
+
+def choose_kept(
+    predicted_kl: Mapping[str, float], cost: Mapping[str, int], spare_bytes: int
+) -> frozenset[str]:
+    """Return the groups where a byte buys most divergence, within `spare_bytes`.
+
+    Greedy by divergence per byte; a group that no longer fits is passed over. `cost` is what
+    keeping a group adds, in bytes; both are by group, and groups that cost nothing are not kept.
+    """
+    kept = set()
+    ranked = sorted(predicted_kl, key=lambda g: (-predicted_kl[g] / max(cost.get(g, 0), 1), g))
+    for group in ranked:
+        if 0 < cost.get(group, 0) <= spare_bytes and predicted_kl[group] > 0:
+            kept.add(group)
+            spare_bytes -= cost[group]
+    return frozenset(kept)
