@@ -173,7 +173,7 @@ def calibrate(
                 plan, layerwise, moving, output_tensors, journal, report.sensitivity, progress
             )
             report.plan = replace(plan, target_bytes=output_tensors.finish())
-            write_json(stage.path / "config.json", _config_json(plan, source, DTYPES[dtype]))
+            write_json(stage.path / "config.json", _config_json(report, source, DTYPES[dtype]))
             source.write_side_files(stage.path)
             write_json(stage.path / "quantkit.json", report.to_json())
             stage.commit()
@@ -333,12 +333,13 @@ def _read_template(path: str | Path | None) -> str | None:
         raise DataError(f"cannot read chat template {path}: {error}") from None
 
 
-def _config_json(plan: Plan, source: ModelSource, dtype: torch.dtype | None) -> dict[str, Any]:
+def _config_json(report: Report, source: ModelSource, dtype: torch.dtype | None) -> dict[str, Any]:
     config = dict(source.config_dict)
     if dtype is not None:
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = str(dtype).removeprefix("torch.")
-    config["quantization_config"] = plan.recipe.scheme(plan.ignored).to_config()
+    plan, formats = report.plan, report.formats
+    config["quantization_config"] = plan.recipe.scheme(plan.ignored, formats).to_config()
     return config
 
 

@@ -83,9 +83,14 @@ class Recipe:
         """True if the weights are what every engine loads."""
         return self.tiers.is_portable and self.weights.format == E4M3.name
 
-    def scheme(self, ignored: Iterable[str]) -> Scheme:
-        """Return the scheme of a checkpoint in which `ignored` (full names) stay unquantized."""
-        return Scheme(self.weights, self.inputs, self.kv_spec, tuple(ignored))
+    def scheme(self, ignored: Iterable[str], formats: Mapping[str, str] | None = None) -> Scheme:
+        """Return the scheme of a checkpoint in which `ignored` (full names) stay unquantized.
+
+        `formats` gives the format of each quantized module, if not all have the recipe's.
+        """
+        other = {n: f for n, f in (formats or {}).items() if f != self.weights.format}
+        native = not self.is_portable
+        return Scheme(self.weights, self.inputs, self.kv_spec, tuple(ignored), native, other)
 
     def with_options(
         self,

@@ -97,6 +97,12 @@ class Report:
     provenance: dict[str, Any] = field(default_factory=dict)
     sensitivity: Sensitivity | None = None
 
+    @property
+    def formats(self) -> dict[str, str]:
+        """The 8-bit format of every quantized module inside the layers."""
+        modules = [module for layer in self.layers for module in layer.modules]
+        return {module.name: module.format for module in modules if module.format}
+
     def to_json(self) -> dict[str, Any]:
         """Return the contents of quantkit.json; the same run gives the same value."""
         return {

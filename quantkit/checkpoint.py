@@ -26,6 +26,10 @@ KV_SCALE_NAMES = {
     "v_scale": ("v_scale", "v_proj.v_scale", "v_proj.output_scale"),
 }
 """Where each KV scale may be found below an attention module; ours comes first."""
+OUTLIER_COLUMNS, OUTLIER_WEIGHT = "outlier_columns", "outlier_weight"
+"""Beside a weight: which input channels are not in its codes, int32 [n], and theirs [N, n]."""
+STORED_AS = {"e4m3": "F8_E4M3", "e5m2": "F8_E5M2", "e3m4": "U8"}
+"""How safetensors calls the codes of each format; it has no name for E3M4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,8 @@ class QuantizedWeight:
     """One linear layer as stored.
 
     Shapes: codes [N, K]; scale as `spec.scale_shape` says, float32; bias [N] or None;
-    input_scale float32 [1] or None (None unless the inputs are quantized statically).
+    input_scale float32 [1] or None (None unless the inputs are quantized statically); columns
+    int32 [n] and exact [N, n], input channels whose weights are not in the codes (0 there).
     """
 
     codes: Tensor
@@ -41,6 +46,8 @@ class QuantizedWeight:
     spec: QuantSpec
     bias: Tensor | None = None
     input_scale: Tensor | None = None
+    columns: Tensor | None = None
+    exact: Tensor | None = None
 
     @property
     def tile(self) -> Tile:
@@ -49,7 +56,11 @@ class QuantizedWeight:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the weight [N, K] as `codes * scale`, computed in float32, rounded to dtype."""
-        return dequantize(self.codes, self.spec.grid(self.scale), self.spec.fmt, self.tile, dtype)
+        grid = self.spec.grid(self.scale)
+        values = dequantize(self.codes, grid, self.spec.fmt, self.tile, dtype)
+        if self.columns is not None and self.exact is not None:
+            values[:, self.columns.long()] = self.exact.to(dtype)
+        return values
 
     def row_scales(self) -> tuple[Tensor, int]:
         """Return scales per output row and column group, and the group's size.
@@ -102,7 +113,8 @@ class Checkpoint:
     def weight(self, module: str) -> QuantizedWeight:
         """Return the quantized linear layer `module` (a name from `quantized`)."""
         bias, input_scale = f"{module}.bias", f"{module}.input_scale"
-        spec, codes = self.scheme.weights, self.tensor(f"{module}.weight")
+        columns = f"{module}.{OUTLIER_COLUMNS}"
+        spec, codes = self.scheme.weights_of(module), self.tensor(f"{module}.weight")
         # Some tools store one scale as a scalar.
         scale = self.tensor(f"{module}.weight_scale").float()
         return QuantizedWeight(
@@ -113,6 +125,8 @@ class Checkpoint:
             input_scale=self.tensor(input_scale).float().reshape(1)
             if input_scale in self
             else None,
+            columns=self.tensor(columns) if columns in self else None,
+            exact=self.tensor(f"{module}.{OUTLIER_WEIGHT}") if columns in self else None,
         )
 
     def kv_scales(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -138,9 +152,10 @@ class Checkpoint:
     def _quantized_modules(self) -> list[str]:
         modules = []
         for name in self.names:
-            if not self._shards.dtype(name).startswith("F8_"):
-                continue
             module, _, leaf = name.rpartition(".")
+            is_coded = self._shards.dtype(name) == "U8" and leaf == "weight"
+            if not self._shards.dtype(name).startswith("F8_") and not is_coded:
+                continue
             if leaf != "weight" or f"{module}.weight_scale" not in self:
                 raise CheckpointError(
                     f"{self.path / self._shards.file_of(name)} has {name} in FP8 without "
@@ -153,14 +168,35 @@ class Checkpoint:
 
     def _check_module(self, module: str) -> None:
         name = f"{module}.weight"
-        if self._shards.dtype(name) != "F8_E4M3":
-            raise CheckpointError(f"{name} is {self._shards.dtype(name)}, expected F8_E4M3")
+        expected = STORED_AS[self.scheme.weights_of(module).format]
+        if self._shards.dtype(name) != expected:
+            raise CheckpointError(f"{name} is {self._shards.dtype(name)}, expected {expected}")
         shape = self.shape(name)
         if len(shape) != 2:
             raise CheckpointError(f"{name} has shape {list(shape)}, expected two dimensions")
         self._check_scale(f"{module}.weight_scale", self.scheme.weights.scale_shape(*shape))
         if self.scheme.inputs is not None and not self.scheme.inputs.dynamic:
             self._check_scale(f"{module}.input_scale", (1,))
+        self._check_outliers(module, shape[0], shape[1])
+
+    def _check_outliers(self, module: str, rows: int, columns: int) -> None:
+        names = [f"{module}.{leaf}" for leaf in (OUTLIER_COLUMNS, OUTLIER_WEIGHT)]
+        found = [name for name in names if name in self]
+        if not found:
+            return
+        if len(found) == 1:
+            raise CheckpointError(
+                f"{self.path} has {found[0]} alone; run 'quantkit calibrate' again"
+            )
+        numbers = self.tensor(names[0])
+        bad = numbers[(numbers < 0) | (numbers >= columns)]
+        if bad.numel():
+            raise CheckpointError(f"{names[0]} names column {int(bad[0])} of {columns}")
+        if self.shape(names[1]) != (rows, numbers.numel()):
+            raise CheckpointError(
+                f"{names[1]} has shape {list(self.shape(names[1]))}, expected "
+                f"{[rows, numbers.numel()]}"
+            )
 
     def _check_scale(self, name: str, expected: tuple[int, ...]) -> None:
         if name not in self:
@@ -250,7 +286,9 @@ def read_checkpoint(path: str | Path, dtype: torch.dtype = torch.float32) -> dic
     """
     checkpoint = open_checkpoint(path, kv=False)
     quantized = {f"{module}.weight": module for module in checkpoint.quantized}
-    scales = re.compile(r"\.(weight_scale|input_scale|[kqv]_scale|output_scale)$")
+    scales = re.compile(
+        r"\.(weight_scale|input_scale|[kqv]_scale|output_scale|outlier_columns|outlier_weight)$"
+    )
     plain: dict[str, Tensor] = {}
     for name in checkpoint.names:
         if name in quantized:

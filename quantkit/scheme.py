@@ -8,7 +8,7 @@ whose readers reject unknown keys inside a group, so nothing of ours is ever add
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import ceil
 from typing import Any
@@ -26,6 +26,9 @@ FUSED_GROUPS: tuple[tuple[str, ...], ...] = (
     ("w1", "w3"),
 )
 """Sibling linears that read one input and that engines fuse into one matmul."""
+PORTABLE_FORMAT = "e4m3"
+NATIVE_METHOD = "quantkit"
+"""The quant_method of checkpoints that only quantkit loads."""
 
 
 class Granularity(StrEnum):
@@ -158,16 +161,32 @@ def _require(actual: Granularity, owner: Granularity, name: str, value: object) 
 class Scheme:
     """How a model is quantized: its linear weights, their inputs, and the KV cache.
 
-    `ignore` lists the full names of the linear modules that stay in the source dtype.
+    `ignore` lists the full names of the linear modules that stay in the source dtype. `native`
+    says that only quantkit loads the result: modules may have 8-bit formats of their own
+    (`formats`: full name to format) and input channels beside the 8-bit matrix.
     """
 
     weights: QuantSpec
     inputs: QuantSpec | None = None
     kv: QuantSpec | None = None
     ignore: tuple[str, ...] = ()
+    native: bool = False
+    formats: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raise RecipeError for what the portable container cannot say."""
+        if not self.native and (self.formats or self.weights.format != PORTABLE_FORMAT):
+            raise RecipeError(f"a portable checkpoint holds {PORTABLE_FORMAT!r} weights only")
+
+    def weights_of(self, module: str) -> QuantSpec:
+        """Return how the weight of one module is quantized."""
+        name = self.formats.get(module)
+        return self.weights if name is None else replace(self.weights, format=name)
 
     def to_config(self) -> dict[str, Any]:
         """Return the `quantization_config` block of config.json."""
+        if self.native:
+            return self._native_config()
         group = {
             "targets": ["Linear"],
             "format": "float-quantized",
@@ -188,14 +207,47 @@ class Scheme:
             "version": "0.17.0",
         }
 
+    def _native_config(self) -> dict[str, Any]:
+        """Return a block that no other engine takes for its own."""
+        return {
+            "quant_method": NATIVE_METHOD,
+            "weights": {**self.weights.to_config(), "float_format": self.weights.format},
+            "input_activations": self.inputs.to_config() if self.inputs else None,
+            "kv_cache_scheme": self.kv.to_config() if self.kv else None,
+            "formats": dict(self.formats),
+            "ignore": list(self.ignore),
+        }
+
+    @classmethod
+    def _from_native(cls, config: Mapping[str, Any]) -> Scheme:
+        inputs, kv = config.get("input_activations"), config.get("kv_cache_scheme")
+        weights = config.get("weights") or {}
+        formats = dict(config.get("formats") or {})
+        try:
+            return cls(
+                weights=replace(
+                    QuantSpec.from_config(weights),
+                    format=weights.get("float_format", PORTABLE_FORMAT),
+                ),
+                inputs=QuantSpec.from_config(inputs) if inputs else None,
+                kv=QuantSpec.from_config(kv) if kv else None,
+                ignore=tuple(config.get("ignore") or ()),
+                native=True,
+                formats={name: _known_format(found) for name, found in formats.items()},
+            )
+        except RecipeError as error:
+            raise CheckpointError(f"quantization_config: {error}") from None
+
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Scheme:
         """Parse a `quantization_config` block; raises CheckpointError on another container."""
+        if config.get("quant_method") == NATIVE_METHOD:
+            return cls._from_native(config)
         method, container = config.get("quant_method"), config.get("format")
         if method != "compressed-tensors" or container not in ("float-quantized", "dense"):
             raise CheckpointError(
                 f"quantization_config has quant_method={method!r}, format={container!r}; quantkit "
-                "reads 'compressed-tensors' with format 'float-quantized'"
+                f"reads 'compressed-tensors' with format 'float-quantized', and {NATIVE_METHOD!r}"
             )
         groups = list((config.get("config_groups") or {}).values())
         if len(groups) != 1 or not groups[0].get("weights"):
@@ -210,6 +262,12 @@ class Scheme:
             kv=QuantSpec.from_config(kv) if kv else None,
             ignore=tuple(config.get("ignore") or ()),
         )
+
+
+def _known_format(name: str) -> str:
+    if name not in FORMATS:
+        raise RecipeError(f"unknown format {name!r}; known: {', '.join(FORMATS)}")
+    return name
 
 
 def fused_siblings(module: str) -> tuple[str, ...]:

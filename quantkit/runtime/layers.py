@@ -157,6 +157,8 @@ class GatedMlp:
 
 def check_codes(name: str, codes: Tensor) -> None:
     """Raise CheckpointError if any E4M3 code of tensor `name` is NaN (0x7f or 0xff)."""
+    if codes.dtype != torch.float8_e4m3fn:
+        return
     magnitude = codes.view(torch.uint8) & 0x7F
     if magnitude.numel() and int(magnitude.max()) == 0x7F:
         row, column = (int(i) for i in (magnitude == 0x7F).nonzero()[0])
@@ -168,8 +170,9 @@ def check_codes(name: str, codes: Tensor) -> None:
 def _stack_rows(parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
-    if parts[0].dtype == torch.float8_e4m3fn:
-        return torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+    dtype = parts[0].dtype
+    if dtype.itemsize == 1:  # torch.cat knows no 8-bit floats
+        return torch.cat([part.view(torch.uint8) for part in parts]).view(dtype)
     return torch.cat(list(parts))
 
 

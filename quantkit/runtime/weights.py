@@ -19,7 +19,8 @@ from quantkit.runtime.layers import DenseLinear, Fp8Linear, Linear, check_codes
 from quantkit.scheme import QuantSpec
 
 _NOT_WEIGHTS = re.compile(
-    r"\.(weight_scale|input_scale|[kqv]_scale|output_scale|inv_freq)$|^lm_head\.weight$"
+    r"\.(weight_scale|input_scale|[kqv]_scale|output_scale|inv_freq|outlier_columns|outlier_weight)$"
+    r"|^lm_head\.weight$"
 )
 """Scales come with their weights, frequencies from the config, a tied head from the embedding."""
 
