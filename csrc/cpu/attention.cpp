@@ -3,10 +3,7 @@
 
 #include "attention.h"
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
-#include <atomic>
 
 #include "buffer.h"
 
@@ -15,8 +12,6 @@ namespace {
 
 // Queries that share decoded keys; more cost cache without saving much.
 constexpr int64_t kTileRows = 32;
-// Products of a query's and a key's element below which a second thread does not pay.
-constexpr int64_t kWorkPerThread = 40 * 1000;
 
 // One tile and the partitions that it reads.
 struct Job {
@@ -44,31 +39,21 @@ std::vector<Job> make_jobs(const AttentionTask& task, const AttentionBatch& batc
   return jobs;
 }
 
-int64_t work_of(const AttentionTask& task, const std::vector<Job>& jobs) {
-  int64_t rows_by_keys = 0;
-  for (const Job& job : jobs) {
-    const int64_t keys = job.tile.position + job.tile.tokens - job.first * kPartitionKeys;
-    rows_by_keys += job.tile.tokens * task.group * keys;
-  }
-  return rows_by_keys * task.head_dim;
-}
-
-// Calls body(i, scratch) for every i in [0, count), each thread taking the next one that is left.
+// Calls body(i, scratch) for every i in [0, count).
 template <class Body>
-void for_each(int64_t count, int64_t threads, int64_t scratch_size, const Body& body) {
-  std::atomic<int64_t> next{0};
-  torch::stable::parallel_for(0, std::min(count, threads), 1, [&](int64_t, int64_t) {
-    const Buffer scratch = aligned_buffer(scratch_size);
-    for (int64_t i = next++; i < count; i = next++) body(i, scratch.get());
-  });
+void for_each(Team& team, int64_t count, int64_t scratch_size, const Body& body) {
+  const int64_t size = (scratch_size + 15) / 16 * 16;
+  const Buffer scratch = aligned_buffer(size * team.size());
+  team.for_each(count,
+                [&](int64_t i, int64_t worker) { body(i, scratch.get() + worker * size); });
 }
 
 void run_tiles(const AttentionTask& task, const std::vector<Job>& jobs, const KernelSet& kernels,
-               int64_t threads) {
+               Team& team) {
   const int64_t tokens = std::max<int64_t>(1, kTileRows / task.group);
   const int64_t partial = kernels.partial_size(task, tokens);
   const int64_t size = 2 * partial + kernels.scratch_size(task, tokens);
-  for_each(static_cast<int64_t>(jobs.size()), threads, size, [&](int64_t i, float* scratch) {
+  for_each(team, static_cast<int64_t>(jobs.size()), size, [&](int64_t i, float* scratch) {
     const Job& job = jobs[i];
     float* folded = scratch + partial;
     float* rest = folded + partial;
@@ -81,49 +66,68 @@ void run_tiles(const AttentionTask& task, const std::vector<Job>& jobs, const Ke
   });
 }
 
+// A partition's heads follow each other: they lie side by side in memory.
 void run_partitions(const AttentionTask& task, const std::vector<Job>& jobs,
-                    const KernelSet& kernels, int64_t threads) {
+                    const KernelSet& kernels, Team& team) {
   struct Piece {
     const Job* job;
     int64_t partition;
   };
   std::vector<Piece> pieces;
   int64_t tokens = 1;
-  for (const Job& job : jobs) {
-    tokens = std::max(tokens, job.tile.tokens);
-    for (int64_t number = job.first; number < job.last; ++number) pieces.push_back({&job, number});
+  for (size_t tile = 0; tile < jobs.size(); tile += task.kv_heads) {
+    const Job& any_head = jobs[tile];
+    tokens = std::max(tokens, any_head.tile.tokens);
+    for (int64_t number = any_head.first; number < any_head.last; ++number) {
+      for (int64_t head = 0; head < task.kv_heads; ++head) {
+        pieces.push_back({&jobs[tile + head], number});
+      }
+    }
   }
   const int64_t size = (kernels.partial_size(task, tokens) + 15) / 16 * 16;
   const int64_t scratch_size = kernels.scratch_size(task, tokens);
   const Buffer partials = aligned_buffer(size * static_cast<int64_t>(pieces.size()));
-  for_each(static_cast<int64_t>(pieces.size()), threads, scratch_size, [&](int64_t i, float* data) {
+  for_each(team, static_cast<int64_t>(pieces.size()), scratch_size, [&](int64_t i, float* data) {
     kernels.attend(task, pieces[i].job->tile, pieces[i].partition, partials.get() + i * size, data);
   });
   const Buffer scratch = aligned_buffer(scratch_size);
-  float* partial = partials.get();
-  for (const Job& job : jobs) {
-    float* folded = partial;
+  float* first = partials.get();
+  for (size_t i = 0; i < jobs.size(); ++i) {
+    const Job& job = jobs[i];
+    float* folded = first + static_cast<int64_t>(i) % task.kv_heads * size;
     for (int64_t number = job.first + 1; number < job.last; ++number) {
-      kernels.fold(task, job.tile.tokens, folded, partial += size);
+      const int64_t index = (number - job.first) * task.kv_heads;
+      kernels.fold(task, job.tile.tokens, folded, folded + index * size);
     }
-    partial += size;
     kernels.finish(task, job.tile, folded, scratch.get());
+    if ((static_cast<int64_t>(i) + 1) % task.kv_heads == 0) {
+      first += (job.last - job.first) * task.kv_heads * size;
+    }
   }
 }
 
 }  // namespace
 
 void run_attention(const AttentionTask& task, const AttentionBatch& batch,
-                   const KernelSet& kernels) {
+                   const KernelSet& kernels, Team& team) {
   const std::vector<Job> jobs = make_jobs(task, batch);
-  const int64_t useful = work_of(task, jobs) / kWorkPerThread;
-  const int64_t available = torch::stable::get_num_threads();
-  const int64_t threads = std::clamp<int64_t>(useful, 1, available);
-  if (threads > 1 && static_cast<int64_t>(jobs.size()) < 4 * threads) {
-    run_partitions(task, jobs, kernels, threads);
+  if (static_cast<int64_t>(jobs.size()) < 4 * team.size()) {
+    run_partitions(task, jobs, kernels, team);
   } else {
-    run_tiles(task, jobs, kernels, threads);
+    run_tiles(task, jobs, kernels, team);
   }
+}
+
+int64_t attention_threads(const AttentionTask& task, const AttentionBatch& batch) {
+  constexpr int64_t kWorkPerThread = 40 * 1000;
+  int64_t work = 0;
+  for (int64_t s = 0; s < batch.sequences; ++s) {
+    const int64_t keys = task.window > 0 ? std::min<int64_t>(task.window, batch.lengths[s])
+                                         : batch.lengths[s];
+    work += (batch.starts[s + 1] - batch.starts[s]) * keys * task.kv_heads * task.group *
+            task.head_dim;
+  }
+  return std::max<int64_t>(1, work / kWorkPerThread);
 }
 
 }  // namespace quantkit

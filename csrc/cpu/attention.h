@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "team.h"
 
 namespace quantkit {
 
@@ -17,6 +18,9 @@ struct AttentionBatch {
 
 // Writes task.out for all rows.
 void run_attention(const AttentionTask& task, const AttentionBatch& batch,
-                   const KernelSet& kernels);
+                   const KernelSet& kernels, Team& team);
+
+// Threads worth waking for it: as many as have some products of query and key elements to do.
+int64_t attention_threads(const AttentionTask& task, const AttentionBatch& batch);
 
 }  // namespace quantkit

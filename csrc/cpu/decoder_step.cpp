@@ -13,6 +13,9 @@ namespace {
 
 constexpr const char* kOp = "decoder_step";
 
+// Elements below which one thread is done before another has heard of them.
+constexpr int64_t kSharedElements = 4 * 1024;
+
 // What the lists hold for each layer, in this order; an empty tensor stands for none.
 enum LayerTensor {
   kInputNorm,
@@ -136,10 +139,16 @@ Layer checked_layer(const Tensor* weights, const Tensor* caches, const int64_t* 
 }
 
 // hidden += delta unless null; out = rms_norm(hidden) * weight.
-void norm(const Step& step, char* hidden, const char* delta, const void* weight, char* out) {
+void norm(const Step& step, char* hidden, const char* delta, const void* weight, char* out,
+          Team& team) {
   const NormTask task{hidden,  delta, hidden, weight, out, step.sizes.type, step.sizes.hidden,
                       step.eps};
-  cpu_kernels().rms_norm(task, 0, step.sizes.tokens);
+  const KernelSet& kernels = cpu_kernels();
+  if (step.sizes.tokens * step.sizes.hidden < kSharedElements) {
+    return kernels.rms_norm(task, 0, step.sizes.tokens);
+  }
+  team.for_each(step.sizes.tokens,
+                [&](int64_t token, int64_t) { kernels.rms_norm(task, token, token + 1); });
 }
 
 // Norms of the heads of each token, in place.
@@ -162,7 +171,8 @@ void append(const Step& step, AppendTask task, const char* rows) {
 }
 
 // From q, k and v to what the output projection reads.
-void attention(const Step& step, const Layer& layer, const Tensor& tables, const Workspace& work) {
+void attention(const Step& step, const Layer& layer, const Tensor& tables, const Workspace& work,
+               Team& team) {
   const Sizes& sizes = step.sizes;
   char* keys = work.qkv + sizes.query() * sizes.item();
   char* values = keys + sizes.kv_heads * sizes.head_dim * sizes.item();
@@ -183,24 +193,25 @@ void attention(const Step& step, const Layer& layer, const Tensor& tables, const
   task.out = work.attended;
   task.softmax_scale = step.softmax_scale;
   task.window = layer.window;
-  run_attention(task, step.batch, cpu_kernels());
+  run_attention(task, step.batch, cpu_kernels(), team);
 }
 
 void run_layer(const Step& step, const Layer& layer, const Tensor& tables, bool first,
-               const Workspace& work) {
+               const Workspace& work, Team& team) {
   const KernelSet& kernels = cpu_kernels();
   const auto rows = [&](const char* x) { return Rows{x, step.sizes.type, step.sizes.tokens}; };
   const auto into = [](LinearTask task, char* out) {
     task.out = out;
     return task;
   };
-  norm(step, work.hidden, first ? nullptr : work.delta, layer.input_norm, work.normed);
-  run_linear(into(layer.qkv, work.qkv), rows(work.normed), kernels);
-  attention(step, layer, tables, work);
-  run_linear(into(layer.out, work.delta), rows(work.attended), kernels);
-  norm(step, work.hidden, work.delta, layer.post_norm, work.normed);
-  run_gated_linear(into(layer.gate_up, work.inner), rows(work.normed), kernels);
-  run_linear(into(layer.down, work.delta), rows(work.inner), kernels);
+  norm(step, work.hidden, first ? nullptr : work.delta, layer.input_norm, work.normed,
+       team);
+  run_linear(into(layer.qkv, work.qkv), rows(work.normed), kernels, team);
+  attention(step, layer, tables, work, team);
+  run_linear(into(layer.out, work.delta), rows(work.attended), kernels, team);
+  norm(step, work.hidden, work.delta, layer.post_norm, work.normed, team);
+  run_gated_linear(into(layer.gate_up, work.inner), rows(work.normed), kernels, team);
+  run_linear(into(layer.down, work.delta), rows(work.inner), kernels, team);
 }
 
 Sizes checked_sizes(const Tensor& hidden, int64_t heads, int64_t kv_heads, const Tensor& cosine,
@@ -260,9 +271,12 @@ Tensor decoder_step(Tensor hidden, std::vector<Tensor> weights, std::vector<Tens
   const Workspace work(sizes, inner);
   __builtin_memcpy(work.hidden, hidden.const_data_ptr(),
                    sizes.tokens * sizes.hidden * sizes.item());
-  for (size_t i = 0; i < count; ++i) run_layer(step, layers[i], block_tables, i == 0, work);
-  norm(step, work.hidden, work.delta, norm_weight(final_norm, sizes.hidden, hidden),
-       static_cast<char*>(out.mutable_data_ptr()));
+  const void* last_norm = norm_weight(final_norm, sizes.hidden, hidden);
+  auto* result = static_cast<char*>(out.mutable_data_ptr());
+  Team::run(0, [&](Team& team) {
+    for (size_t i = 0; i < count; ++i) run_layer(step, layers[i], block_tables, i == 0, work, team);
+    norm(step, work.hidden, work.delta, last_norm, result, team);
+  });
   return out;
 }
 

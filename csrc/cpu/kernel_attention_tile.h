@@ -96,7 +96,7 @@ inline void clear_unused(int64_t count, int64_t padded, float* decoded) {
   }
 }
 
-// Touches the lines of keys [keys.begin, keys.end), to be decoded soon.
+// Asks for keys [keys.begin, keys.end) in L2, which takes more requests at once than L1.
 template <class Isa, class Format>
 inline void prefetch_keys(const AttentionTask& task, const AttentionTile& tile,
                           const uint8_t* cache, Range keys) {
@@ -110,8 +110,27 @@ inline void prefetch_keys(const AttentionTask& task, const AttentionTile& tile,
     const uint8_t* stored = cache + slot * row + tile.kv_head * task.head_dim * kBytes;
     for (; key < stop; ++key, stored += row) {
       for (int64_t byte = 0; byte < task.head_dim * kBytes; byte += 64) {
-        __builtin_prefetch(stored + byte);
+        __builtin_prefetch(stored + byte, 0, 2);
       }
+    }
+  }
+}
+
+// Decodes kColumns columns of kKeys keys whose rows are `stride` bytes apart. Loads come before all
+// stores: a load waits for an earlier store whose address has the same last 12 bits.
+template <class Isa, class Format, int kKeys>
+inline void decode_some(const uint8_t* stored, int64_t stride, int64_t columns, float* target) {
+  using Columns = Stored<Isa, Format>;
+  typename Columns::type codes[kKeys];
+  QK_UNROLL for (int key = 0; key < kKeys; ++key) {
+    const uint8_t* source = stored + key * stride;
+    codes[key] = columns >= Isa::kColumns
+                     ? Columns::type::load(source)
+                     : Columns::type::load_some(source, static_cast<int>(columns));
+  }
+  QK_UNROLL for (int key = 0; key < kKeys; ++key) {
+    QK_UNROLL for (int part = 0; part < Isa::kColumns / Isa::kLanes; ++part) {
+      codes[key].part(part).store(target + (part * kTileKeys + key) * Isa::kLanes);
     }
   }
 }
@@ -120,32 +139,33 @@ inline void prefetch_keys(const AttentionTask& task, const AttentionTile& tile,
 template <class Isa, class Format>
 void decode_keys(const AttentionTask& task, const AttentionTile& tile, const uint8_t* cache,
                  Range keys, float* decoded) {
-  using Columns = Stored<Isa, Format>;
+  constexpr int64_t kBytes = Stored<Isa, Format>::kBytes;
+  constexpr int kKeysAtOnce = 8;
   const int32_t* table = task.tables + tile.sequence * task.max_blocks;
   const int64_t length = tile.position + tile.tokens;
-  prefetch_keys<Isa, Format>(task, tile, cache,
-                             Range{keys.end, at_most(keys.end + kTileKeys, length)});
-  int64_t block = keys.begin / task.block_size;
-  int64_t offset = keys.begin % task.block_size;
-  for (int64_t key = keys.begin; key < keys.end; ++key) {
-    const int64_t slot = table[block] * task.block_size + offset;
-    const int64_t index = (slot * task.kv_heads + tile.kv_head) * task.head_dim;
-    const uint8_t* stored = cache + index * Columns::kBytes;
-    for (int64_t column = 0; column < task.head_dim; column += Isa::kColumns) {
-      const int64_t left = task.head_dim - column;
-      const uint8_t* source = stored + column * Columns::kBytes;
-      const auto codes = left >= Isa::kColumns
-                             ? Columns::type::load(source)
-                             : Columns::type::load_some(source, static_cast<int>(left));
-      float* target = decoded + column * kTileKeys;
-      QK_UNROLL for (int part = 0; part < Isa::kColumns / Isa::kLanes; ++part) {
-        codes.part(part).store(target + part * kTileKeys * Isa::kLanes);
+  const int64_t head_dim = task.head_dim;
+  const int64_t stride = task.kv_heads * head_dim * kBytes;
+  // A partition ahead; the heads in between may be done first.
+  const Range later{keys.begin + kPartitionKeys, keys.end + kPartitionKeys};
+  prefetch_keys<Isa, Format>(task, tile, cache, later.within(0, length));
+  for (int64_t key = keys.begin; key < keys.end;) {
+    const int64_t block = key / task.block_size;
+    const int64_t stop = at_most((block + 1) * task.block_size, keys.end);
+    const int64_t slot = table[block] * task.block_size + key % task.block_size;
+    const uint8_t* stored = cache + slot * stride + tile.kv_head * head_dim * kBytes;
+    while (key < stop) {
+      const int64_t count = stop - key >= kKeysAtOnce ? kKeysAtOnce : 1;
+      for (int64_t column = 0; column < head_dim; column += Isa::kColumns) {
+        const uint8_t* source = stored + column * kBytes;
+        float* target = decoded + (key - keys.begin) * Isa::kLanes + column * kTileKeys;
+        if (count == 1) {
+          decode_some<Isa, Format, 1>(source, stride, head_dim - column, target);
+        } else {
+          decode_some<Isa, Format, kKeysAtOnce>(source, stride, head_dim - column, target);
+        }
       }
-    }
-    decoded += Isa::kLanes;
-    if (++offset == task.block_size) {
-      offset = 0;
-      ++block;
+      stored += count * stride;
+      key += count;
     }
   }
 }

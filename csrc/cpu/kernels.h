@@ -126,7 +126,7 @@ struct AttentionTile {
 
 // Keys are taken in partitions of this many, counted from the start of their sequence. A result is
 // the partitions' partial results, folded in order: the same bits however work is split.
-constexpr int64_t kPartitionKeys = 256;
+constexpr int64_t kPartitionKeys = 64;
 
 // Weight rows that one unit of parallel work holds; a multiple of what any kernel takes at a time.
 constexpr int64_t kRowsPerUnit = 4;

@@ -12,23 +12,22 @@
 namespace quantkit {
 namespace {
 
-// Weight bytes below which a second thread costs more than it brings.
-constexpr int64_t kBytesPerThread = 128 * 1024;
+// Weight bytes that a thread takes at a time: a microsecond or two of reading.
+constexpr int64_t kUnitBytes = 32 * 1024;
 
 using Kernel = void (*)(const LinearTask&, int64_t begin, int64_t end);
 
 // Runs `kernel` over all rows of x, KernelSet::max_batch at a time, its features split over
 // threads.
-void run(LinearTask task, const Rows& x, int64_t features, const KernelSet& kernels,
+void run(LinearTask task, const Rows& x, int64_t features, const KernelSet& kernels, Team& team,
          Kernel kernel) {
   if (x.batch == 0 || features == 0) return;
   const int64_t columns = task.weight.columns;
   const auto* x_data = static_cast<const char*>(x.data);
   auto* out_data = static_cast<char*>(task.out);
-  const int64_t units = (features + kRowsPerUnit - 1) / kRowsPerUnit;
-  const int64_t bytes = task.weight.rows * columns * bytes_of(task.weight.format);
-  const int64_t unit_bytes = bytes / units + 1;
-  const int64_t grain = (kBytesPerThread + unit_bytes - 1) / unit_bytes;
+  const int64_t feature_bytes =
+      task.weight.rows / features * columns * bytes_of(task.weight.format) + 1;
+  const int64_t step = (kUnitBytes / feature_bytes / kRowsPerUnit + 1) * kRowsPerUnit;
   task.features = features;
   task.x_type = x.type;
   Buffer packed;
@@ -44,10 +43,17 @@ void run(LinearTask task, const Rows& x, int64_t features, const KernelSet& kern
     kernels.pack(pack, packed.get());
     task.x = packed.get();
     task.out = out_data + row * features * bytes_of(task.out_type);
-    torch::stable::parallel_for(0, units, grain, [&](int64_t begin, int64_t end) {
-      kernel(task, begin * kRowsPerUnit, std::min(end * kRowsPerUnit, features));
+    team.for_each((features + step - 1) / step, [&](int64_t unit, int64_t) {
+      kernel(task, unit * step, std::min((unit + 1) * step, features));
     });
   }
+}
+
+// Threads worth waking for a weight of this size; 0 for all.
+int64_t useful_threads(const WeightMatrix& weight) {
+  constexpr int64_t kBytesPerThread = 128 * 1024;
+  const int64_t bytes = weight.rows * weight.columns * bytes_of(weight.format);
+  return bytes < 2 * kBytesPerThread ? 1 : 0;
 }
 
 LinearTask linear_task(const char* op, const Tensor& x, const WeightMatrix& weight,
@@ -70,6 +76,11 @@ Rows rows_of(const char* op, const Tensor& x) {
   return {x.const_data_ptr(), float_type(op, "x", x.scalar_type()), x.size(0)};
 }
 
+void run_op(const LinearTask& task, const Rows& rows) {
+  Team::run(useful_threads(task.weight),
+            [&](Team& team) { run_linear(task, rows, cpu_kernels(), team); });
+}
+
 Tensor gated(const char* op, const Tensor& x, const Tensor& weight, const WeightMatrix& matrix,
              const std::optional<Tensor>& bias, const std::string& activation) {
   if (matrix.rows % 2 != 0) {
@@ -79,18 +90,20 @@ Tensor gated(const char* op, const Tensor& x, const Tensor& weight, const Weight
   task.activation = activation_named(op, activation);
   Tensor out = torch::stable::new_empty(x, {x.size(0), matrix.rows / 2});
   task.out = out.mutable_data_ptr();
-  run_gated_linear(task, rows_of(op, x), cpu_kernels());
+  const Rows rows = rows_of(op, x);
+  Team::run(useful_threads(matrix),
+            [&](Team& team) { run_gated_linear(task, rows, cpu_kernels(), team); });
   return out;
 }
 
 }  // namespace
 
-void run_linear(LinearTask task, const Rows& x, const KernelSet& kernels) {
-  run(task, x, task.weight.rows, kernels, kernels.linear);
+void run_linear(LinearTask task, const Rows& x, const KernelSet& kernels, Team& team) {
+  run(task, x, task.weight.rows, kernels, team, kernels.linear);
 }
 
-void run_gated_linear(LinearTask task, const Rows& x, const KernelSet& kernels) {
-  run(task, x, task.weight.rows / 2, kernels, kernels.gated_linear);
+void run_gated_linear(LinearTask task, const Rows& x, const KernelSet& kernels, Team& team) {
+  run(task, x, task.weight.rows / 2, kernels, team, kernels.gated_linear);
 }
 
 Tensor fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,
@@ -100,7 +113,7 @@ Tensor fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Te
   LinearTask task = linear_task(op, x, matrix, bias);
   Tensor out = torch::stable::new_empty(x, {x.size(0), matrix.rows});
   task.out = out.mutable_data_ptr();
-  run_linear(task, rows_of(op, x), cpu_kernels());
+  run_op(task, rows_of(op, x));
   return out;
 }
 
@@ -118,7 +131,7 @@ Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias, ScalarType dt
   task.out_type = float_type(op, "dtype", dtype);
   Tensor out = torch::stable::new_empty(x, {x.size(0), matrix.rows}, dtype);
   task.out = out.mutable_data_ptr();
-  run_linear(task, rows_of(op, x), cpu_kernels());
+  run_op(task, rows_of(op, x));
   return out;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels.h"
+#include "team.h"
 
 namespace quantkit {
 
@@ -14,7 +15,7 @@ struct Rows {
 
 // Fill task.out, [x.batch, task.weight.rows], or half as many columns when gated. The caller sets
 // what is in the task but x, batch and features.
-void run_linear(LinearTask task, const Rows& x, const KernelSet& kernels);
-void run_gated_linear(LinearTask task, const Rows& x, const KernelSet& kernels);
+void run_linear(LinearTask task, const Rows& x, const KernelSet& kernels, Team& team);
+void run_gated_linear(LinearTask task, const Rows& x, const KernelSet& kernels, Team& team);
 
 }  // namespace quantkit

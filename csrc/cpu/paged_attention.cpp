@@ -76,7 +76,8 @@ Tensor paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, OptionalTen
   task.out = out.mutable_data_ptr();
   task.softmax_scale = static_cast<float>(softmax_scale);
   task.window = sliding_window.value_or(0);
-  run_attention(task, batch, cpu_kernels());
+  Team::run(attention_threads(task, batch),
+            [&](Team& team) { run_attention(task, batch, cpu_kernels(), team); });
   return out;
 }
 
