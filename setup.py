@@ -83,7 +83,8 @@ setup(
     package_dir={"quantkit.calibrate": "calibrate"},
     package_data={
         "quantkit": ["py.typed", "*.pyi"],
-        "quantkit.calibrate": ["recipes/*.toml"],
+        "quantkit.inspection": ["report.html"],
+        "quantkit.calibrate": ["recipes/*.toml", "corpus/*.txt"],
     },
     ext_modules=[extension],
     cmdclass={"build_ext": BuildExtension},
@@ -112,6 +113,8 @@ setup(
             "ml_dtypes",
             "gguf",
             "psutil",
+            "matplotlib",
+            "jinja2",
         ],
     },
     entry_points={"console_scripts": ["quantkit=quantkit.cli.main:main"]},

@@ -2,15 +2,20 @@
 
 They are observed where every architecture of transformers hands them over, in `Cache.update`.
 The attention module that calls it owns the scales; its name is what engines look for on disk.
+How a scale is chosen is in `kv_search`, what attention is measured on in `attention_probe`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from quantkit.calibrate.attention_probe import AttentionProbe
+from quantkit.calibrate.kv_report import KvReport, measure_kv
+from quantkit.calibrate.kv_search import KvError, choose_scales, plain_scales
 from quantkit.calibrate.observers import AmaxObserver, canonical_kv
 from quantkit.errors import CalibrationError
 from quantkit.numerics import E4M3, amax_to_scale
@@ -20,13 +25,16 @@ from quantkit.scheme import Granularity, QuantSpec
 class KvObserver:
     """Observes the keys and values of one decoder layer, and who caches them.
 
-    Use as the receiver of `observing_cache`, between `attach` and `detach` on the layer.
+    Use as the receiver of `observing_cache`, between `attach` and `detach` on the layer. `scales`
+    needs the layer's weights to be loaded still; `report` is known after it.
     """
 
     def __init__(self, spec: QuantSpec) -> None:
         self.per_head = spec.granularity is Granularity.HEAD
         self.keys, self.values = AmaxObserver(), AmaxObserver()
         self.owner: str | None = None
+        self.report: KvReport | None = None
+        self._probe = AttentionProbe()
         self._running: list[str] = []
         self._handles: list[RemovableHandle] = []
 
@@ -38,6 +46,7 @@ class KvObserver:
 
     def detach(self) -> None:
         """Remove every hook."""
+        self._probe.remove()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -45,6 +54,7 @@ class KvObserver:
     def update(self, keys: Tensor, values: Tensor) -> None:
         """Take in what is about to be cached. Shapes: [batch, kv_heads, tokens, head_dim]."""
         self.owner = self._running[-1] if self._running else None
+        self._probe.offer(keys, values)
         self.keys.update(canonical_kv(keys, self.per_head))
         self.values.update(canonical_kv(values, self.per_head))
 
@@ -59,22 +69,39 @@ class KvObserver:
                 "none for this model"
             )
         base = f"{layer_name}.{self.owner}" if self.owner else layer_name
+        if not all(amax.isfinite().all() for amax in (self.keys.amax, self.values.amax)):
+            raise CalibrationError(f"{base} produced keys or values that are not finite")
+        amaxes = self._choose(self.keys.amax.cpu(), self.values.amax.cpu())
         scales = {}
-        for name, amax in (("k_scale", self.keys.amax), ("v_scale", self.values.amax)):
-            if not amax.isfinite().all():
-                raise CalibrationError(f"{base} produced keys or values that are not finite")
-            scale = amax_to_scale(amax.cpu(), E4M3)
+        for name, amax in zip(("k_scale", "v_scale"), amaxes, strict=True):
+            scale = amax_to_scale(amax, E4M3)
             scales[f"{base}.{name}"] = scale.reshape(-1, 1, 1) if self.per_head else scale
         return scales
 
+    @torch.no_grad()
+    def _choose(self, key_amax: Tensor, value_amax: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the amaxes that the scales stand for, and make the report."""
+        self._probe.flush()
+        measure = KvError(self._probe.samples, self.per_head)
+        # On a few short sequences chance would choose; they get what everyone expects.
+        choose = choose_scales if self._probe.full else plain_scales
+        choice = choose(measure, key_amax, value_amax)
+        self.report = measure_kv(measure, choice)
+        self._probe = AttentionProbe()  # its samples hold on to the layer
+        return choice.key_amax, choice.value_amax
+
     def _enter(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
+            if not self._running:
+                self._probe.install()
             self._running.append(name)
 
         return hook
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
+        if not self._running:
+            self._probe.remove()
 
 
 def observing_cache(config: Any) -> Any:

@@ -66,6 +66,7 @@ def calibrate_layer(
         )
         if observer is not None and (has_kv or observer.owner is not None):
             scales = observer.scales(name)
+            report.kv = observer.report
             tensors.update(scales)
             report.scales = {key: scale.flatten().tolist() for key, scale in scales.items()}
     return LayerResult(tensors, report)

@@ -106,12 +106,10 @@ class LayerwiseModel:
         Shapes: each batch [sequences, tokens] int64. Loads the embeddings for it and frees them.
         """
         skeleton = self.skeleton
-        skeleton.load("")
         skeleton.load(skeleton.layer_names[0])
-        self._output_size = self._probe(batches[0][:1, :2])
-        prepared = [self._record(ids, self._output_size) for ids in batches]
-        skeleton.unload("")
-        return prepared
+        with skeleton.visit(""):
+            self._output_size = self._probe(batches[0][:1, :2])
+            return [self._record(ids, self._output_size) for ids in batches]
 
     @torch.no_grad()
     def run(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.plan import redundant_head
+from quantkit.calibrate.plan import Plan, redundant_head
 from quantkit.calibrate.skeleton import Skeleton
 from quantkit.checkpoint import check_scale
 from quantkit.errors import SourceError
@@ -36,12 +37,19 @@ class CheckpointOutput:
         for name, tensor in calibrated.items():
             if name.endswith("_scale"):
                 check_scale(name, tensor)
-        names = [name for name in self._left if name.startswith(prefix)]
-        taken = set(names)
-        self._left = [name for name in self._left if name not in taken]
+        taken = {name for name in self._left if name.startswith(prefix)}
+        self.skip(prefix)
         for name in sorted(taken | set(calibrated)):
             found = calibrated.get(name)
             self._writer.add(name, self._copy(name) if found is None else found)
+
+    def skip(self, prefix: str) -> None:
+        """Pass over the tensors below `prefix`: an earlier process has written them."""
+        self._left = [name for name in self._left if not name.startswith(prefix)]
+
+    def flush(self) -> int:
+        """Bring all that was written to the disk; return how many pieces the writer has made."""
+        return self._writer.flush()
 
     def finish(self) -> int:
         """Complete the shards and write the index; return the bytes of all tensors."""
@@ -58,3 +66,26 @@ class CheckpointOutput:
                 "hold; choose --dtype bfloat16 or auto"
             )
         return cast
+
+
+def bytes_of_dtype(skeleton: Skeleton, plan: Plan, dtype: torch.dtype | None) -> int:
+    """Return how many bytes `dtype` adds to (or takes from) a plan, which keeps the source's."""
+    if dtype is None:
+        return 0
+    source, copy = skeleton.source, redundant_head(skeleton)
+    replaced = {f"{module.name}.weight" for module in plan.quantized} | {copy[0] if copy else ""}
+    kept = [name for name in source.names if name not in replaced]
+    return sum(
+        prod(source.shape(name)) * (dtype.itemsize - source.dtype(name).itemsize)
+        for name in kept
+        if source.dtype(name).is_floating_point
+    )
+
+
+def peak_bytes(target_bytes: int, hidden_bytes: int, max_shard_bytes: int) -> int:
+    """Return what a run needs on the disk at its fullest.
+
+    While layers are calibrated that is their tensors and two sets of hidden states, of which one
+    replaces the other; at the end, the result and one more shard, which is made of layers.
+    """
+    return target_bytes + max(2 * hidden_bytes, min(target_bytes, max_shard_bytes))

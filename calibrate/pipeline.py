@@ -7,7 +7,6 @@ quantized layer's outputs feed the next, so later layers are calibrated on what 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 import quantkit
 from quantkit.calibrate.data import Samples, effective_seq_len, load_samples
 from quantkit.calibrate.journal import Journal, finished_report
+from quantkit.calibrate.kv_report import kv_warnings
 from quantkit.calibrate.layer import calibrate_layer
 from quantkit.calibrate.layerwise import Batch, LayerwiseModel, make_batches
 from quantkit.calibrate.moments import group_name
@@ -40,8 +40,6 @@ from quantkit.checkpoint import cached_layers
 from quantkit.errors import CalibrationError, CheckpointError, DataError, UnsupportedError
 from quantkit.shards import MAX_SHARD_BYTES, ShardWriter, write_json
 from quantkit.staging import StagedFolder, check_destination, check_free_space
-
-logger = logging.getLogger("quantkit")
 
 COMPUTE_DTYPE = torch.bfloat16
 """What layers compute in, whatever the source is stored in, so that the same weights give the same
@@ -92,8 +90,8 @@ def calibrate(
         batch_size: sequences per forward pass; default what suits the device. Changes no result.
         seed: chooses samples; nothing else is random.
         kv: "fp8", "fp8-head" or "none"; default as the recipe says.
-        tiers: "none" for plain rounding, or which of the recipe's tiers to use, with commas between:
-            range, compensation, smoothing, formats, outliers, keep.
+        tiers: "none" for plain rounding, or those of the recipe's tiers to use, with commas
+            between: range, compensation, smoothing, formats, outliers, keep.
         budget: bytes a weight up to which the most sensitive modules stay as they are; 0 for none.
         ignore: further modules to leave as they are: names, or `re:` patterns.
         device: "auto", "cpu" or "cuda".
@@ -142,10 +140,9 @@ def calibrate(
                 chat_template=_read_template(chat_template),
                 self_generate=partial(generate_samples, source),
             )
-        report = Report(plan, destination, warnings=[*plan.warnings, *([note] if note else [])])
-        report.warnings += found.warnings if found else []
-        for warning in report.warnings:
-            logger.warning(warning)
+        report = Report(plan, destination)
+        report.warn([*plan.warnings, *([note] if note else [])])
+        report.warn(found.warnings if found else [])
         report.provenance = _provenance(plan, source, found, seed, dtype)
         if resume and not Journal.size(destination):
             finished = finished_report(destination, plan, report.provenance)
@@ -172,6 +169,8 @@ def calibrate(
             report.layers = _quantize(
                 plan, layerwise, moving, output_tensors, journal, report.sensitivity, progress
             )
+            flagged = kv_warnings({layer.name: layer.kv for layer in report.layers if layer.kv})
+            report.warn(flagged)
             report.plan = replace(plan, target_bytes=output_tensors.finish())
             write_json(stage.path / "config.json", _config_json(report, source, DTYPES[dtype]))
             source.write_side_files(stage.path)

@@ -20,13 +20,14 @@ from rich.progress import (
 class Phase:
     """One stretch of work with a known number of steps: `with Phase("layers", 30) as phase`.
 
-    `quiet` shows nothing; short phases may be quiet where the output is not a terminal.
+    `quiet` shows nothing; short phases may be quiet where the output is not a terminal. `done`
+    steps had been done before.
     """
 
-    def __init__(self, label: str, total: int, quiet: bool = False) -> None:
+    def __init__(self, label: str, total: int, quiet: bool = False, done: int = 0) -> None:
         self.label = label
         self.total = total
-        self._done = 0
+        self._done_before = self._done = done
         self._started = time.monotonic()
         self._bar: Progress | None = None
         self._plain = not quiet and not sys.stderr.isatty()
@@ -45,7 +46,7 @@ class Phase:
     def __enter__(self) -> Phase:
         if self._bar is not None:
             self._bar.start()
-            self._bar.add_task(self.label, total=self.total, note="")
+            self._bar.add_task(self.label, total=self.total, completed=self._done, note="")
         return self
 
     def __exit__(
@@ -64,6 +65,6 @@ class Phase:
             self._bar.update(self._bar.task_ids[0], advance=1, note=note)
         elif self._plain:
             elapsed = time.monotonic() - self._started
-            left = elapsed / self._done * (self.total - self._done)
+            left = elapsed / (self._done - self._done_before) * (self.total - self._done)
             line = f"{self.label} {self._done}/{self.total}  {elapsed:.1f} s, {left:.0f} s left"
             print(f"{line}  {note}".rstrip(), file=sys.stderr, flush=True)

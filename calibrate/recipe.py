@@ -59,13 +59,21 @@ class Recipe:
         """Check the values that do not depend on a model."""
         _check_kind("weights", self.weights, _WEIGHT_KINDS)
         if self.inputs is not None:
-            _check_format("inputs", self.inputs)
+            self._check_multiplied(self.inputs)
             _check_kind("inputs", self.inputs, _INPUT_KINDS)
         if self.kv not in _KV_SPECS:
             hint = nearest(self.kv, _KV_SPECS)
             raise RecipeError(f"kv is {self.kv!r}{hint}; known: {', '.join(_KV_SPECS)}")
         if not self.targets:
             raise RecipeError(f'targets is empty; targets = ["{ALL_LINEARS}"] selects all modules')
+
+    def _check_multiplied(self, inputs: QuantSpec) -> None:
+        """Raise RecipeError unless weights and inputs are what 8-bit matmuls multiply."""
+        if inputs.format != E4M3.name or not self.is_portable:
+            raise RecipeError(
+                "inputs are quantized for 8-bit matmuls, which take E4M3 on both sides; weights in "
+                "other formats and outlier columns are decoded first, so leave out [inputs]"
+            )
 
     @property
     def kv_spec(self) -> QuantSpec | None:
@@ -125,14 +133,6 @@ def _check_kind(part: str, spec: QuantSpec, known: tuple[tuple[Granularity, bool
         )
         kind = f"{spec.granularity.value!r}, {'dynamic' if spec.dynamic else 'static'}"
         raise RecipeError(f"{part} are {kind}; checkpoints hold: {options}")
-
-
-def _check_format(part: str, spec: QuantSpec) -> None:
-    """Raise RecipeError unless `spec` is E4M3: matmuls multiply that, and decode the others."""
-    if spec.format != E4M3.name:
-        raise RecipeError(
-            f"{part}.format is {spec.format!r}; inputs are {E4M3.name!r}, which engines multiply"
-        )
 
 
 def recipe_names() -> list[str]:

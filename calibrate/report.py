@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from pathlib import Path
@@ -13,11 +14,14 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from quantkit.calibrate.kv_report import KvReport
 from quantkit.calibrate.moments import group_name
 from quantkit.calibrate.plan import ModulePlan, Plan
 from quantkit.calibrate.sensitivity import Sensitivity
 from quantkit.calibrate.tiers import TIER_FIELDS
 from quantkit.scheme import fused_siblings
+
+logger = logging.getLogger("quantkit")
 
 RENDER_WIDTH = 100
 KEEP = "keep"
@@ -67,6 +71,7 @@ class LayerReport:
     modules: list[ModuleReport]
     output_sqnr_db: float | None = None
     scales: dict[str, list[float]] = field(default_factory=dict)
+    kv: KvReport | None = None
 
     def add_sensitivity(self, plan: Plan, number: int, sensitivity: Sensitivity | None) -> None:
         """List what layer `number` of the plan keeps, and what each group was predicted to cost."""
@@ -96,6 +101,12 @@ class Report:
     warnings: list[str] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
     sensitivity: Sensitivity | None = None
+
+    def warn(self, warnings: Iterable[str]) -> None:
+        """Log warnings and keep them for quantkit.json."""
+        for warning in warnings:
+            logger.warning(warning)
+            self.warnings.append(warning)
 
     @property
     def formats(self) -> dict[str, str]:
@@ -137,6 +148,7 @@ def _layer_json(layer: LayerReport) -> dict[str, Any]:
         "name": layer.name,
         "output_sqnr_db": _rounded(layer.output_sqnr_db),
         "scales": layer.scales,
+        "kv": layer.kv.to_json() if layer.kv else None,
         "modules": [_module_json(module) for module in layer.modules],
     }
 

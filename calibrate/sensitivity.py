@@ -85,29 +85,25 @@ class SensitivityProbe:
         entering = [[batch.hidden for batch in batches]]
         with Phase("sensitivity", 2 * len(names), quiet=self._quiet) as phase, torch.no_grad():
             for number, name in enumerate(names):
-                skeleton.load(name)
                 pairs = zip(batches, entering[-1], strict=True)
-                entering.append([model.output(number, batch, hidden) for batch, hidden in pairs])
-                skeleton.unload(name)
+                with skeleton.visit(name):
+                    entering.append([model.output(number, *pair) for pair in pairs])
                 phase.advance()
-            skeleton.load("")
-            gradients = [
-                torch.cat([self._head_gradient(row[None], h[None], generator) for row, h in pairs])
-                for pairs in (
-                    zip(i, h, strict=True) for i, h in zip(ids, entering.pop(), strict=True)
-                )
-            ]
-            skeleton.unload("")
-            for number, name in reversed(list(enumerate(names))):
-                skeleton.load(name)
+            with skeleton.visit(""):
                 gradients = [
-                    self._back(number, batch, hidden, gradient)
-                    for batch, hidden, gradient in zip(
-                        batches, entering.pop(), gradients, strict=True
-                    )
+                    self._head_gradients(*pair, generator)
+                    for pair in zip(ids, entering.pop(), strict=True)
                 ]
-                skeleton.unload(name)
+            for number, name in reversed(list(enumerate(names))):
+                triples = zip(batches, entering.pop(), gradients, strict=True)
+                with skeleton.visit(name):
+                    gradients = [self._back(number, *triple) for triple in triples]
                 phase.advance()
+
+    def _head_gradients(self, ids: Tensor, hidden: Tensor, generator: torch.Generator) -> Tensor:
+        """Return `_head_gradient` for every sequence: logits of one at a time are large enough."""
+        rows = zip(torch.split(ids, 1), torch.split(hidden, 1), strict=True)
+        return torch.cat([self._head_gradient(*row, generator) for row in rows])
 
     def _head_gradient(self, ids: Tensor, hidden: Tensor, generator: torch.Generator) -> Tensor:
         """Return the gradient of log p(drawn tokens) at the last layer's output."""

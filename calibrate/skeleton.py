@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ class Skeleton:
         self.source = source
         self.dtype = dtype
         self.device = device
+        self._is_whole = False
         self.model = _build_empty(config, source, dtype)
         self._source_names = self._map_names()
         if self._source_names is None:
@@ -42,6 +44,7 @@ class Skeleton:
                 source.name,
             )
             self.model = source.load_model(dtype).eval()
+            self._is_whole = True
             self._source_names = self._known_names()
         self.decoder = _decoder(self.model)
         self.layers, list_name = _decoder_layers(self.model, self.decoder)
@@ -97,6 +100,20 @@ class Skeleton:
         for name, parameter in list(self.model.named_parameters()):
             if self._belongs(name, prefix):
                 self._set(name, parameter.to("meta"))
+
+    @contextmanager
+    def visit(self, prefix: str) -> Iterator[None]:
+        """Load what lies below `prefix` for a while; its weights are needed again later.
+
+        What was not loaded here is not freed: a model that had to be loaded as a whole cannot be
+        loaded again by layers.
+        """
+        self.load(prefix)
+        try:
+            yield
+        finally:
+            if not self._is_whole:
+                self.unload(prefix)
 
     def _belongs(self, name: str, prefix: str) -> bool:
         if prefix:

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
+from quantkit.staging import where_it_was_set_aside
+from quantkit.tensor_file import TensorEntry, read_entries, write_entries, write_tensors
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -28,7 +31,8 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
+        hint = where_it_was_set_aside(path.parent)
+        raise CheckpointError(f"{path} does not exist{hint}") from None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
     if not isinstance(value, dict):
@@ -144,66 +148,127 @@ class ShardReader:
 class ShardWriter:
     """Write tensors one by one into as few shards as the size limit allows.
 
-    Holds at most one shard in memory. `finish` gives the files their final names and, when there
-    is more than one, writes the index; until then the folder has no file a loader would open.
-    The same tensors in the same order give the same bytes.
+    Tensors gather in memory until they fill a shard, or until `flush` brings them to the disk as a
+    piece. `finish` makes shards of the pieces by copying bytes, gives the files their final names
+    and, when there is more than one, writes the index; until then the folder has no file a loader
+    would open. The same tensors in the same order give the same bytes, however often they were
+    flushed.
+
+    Pieces lie in `work` (default: the folder itself). A process that is killed at any time leaves
+    there what it takes to go on: a writer with the `num_pieces` that `flush` told last, given the
+    same tensors from there on, ends with the same folder. Another `work` is left for the caller to
+    remove; its shards become hard links in the folder, or copies where there are none.
     """
 
-    def __init__(self, folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        work: Path | None = None,
+        num_pieces: int = 0,
+    ) -> None:
         self.folder = folder
         self.max_shard_bytes = max_shard_bytes
+        self._work = work or folder
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0
-        self._shards: list[list[str]] = []
-        self._total_bytes = 0
+        self._num_pieces = num_pieces
+        for path in sorted(self._work.glob("piece-*.incomplete")):
+            if path.name >= self._piece(num_pieces).name:
+                path.unlink()
+        if not self._shard(1).exists():  # or pieces may be in shards already
+            for path in map(self._piece, range(num_pieces)):
+                if not path.exists():
+                    raise CheckpointError(
+                        f"{path} is missing, so what was finished is lost; start over"
+                    )
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Append a tensor, flushing the current shard first when it would grow too large."""
+        """Append a tensor, flushing what is in memory first when it would grow beyond a shard."""
         if self._pending and self._pending_bytes + tensor.nbytes > self.max_shard_bytes:
-            self._flush()
-        # Contiguous, and a storage of its own: safetensors refuses tensors that share memory.
+            self.flush()
+        # A copy: the caller may change or free its tensor.
         self._pending[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         self._pending_bytes += tensor.nbytes
 
+    def flush(self) -> int:
+        """Bring what is in memory to the disk; return how many pieces have been written in all."""
+        if self._pending:
+            write_tensors(self._piece(self._num_pieces), self._pending)
+            self._pending, self._pending_bytes = {}, 0
+            self._num_pieces += 1
+        return self._num_pieces
+
     def finish(self) -> int:
-        """Write what is pending, name the shards, write the index; return the bytes of tensors."""
-        self._flush()
-        count = len(self._shards)
+        """Make the shards, name them, write the index; return the bytes of all tensors."""
+        self.flush()
+        shards = self._merge()
         weight_map: dict[str, str] = {}
-        for number, names in enumerate(self._shards, start=1):
-            file = SINGLE_NAME if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-            self._temporary(number).rename(self.folder / file)
-            weight_map.update(dict.fromkeys(names, file))
-        if count > 1:
+        for number, entries in enumerate(shards, start=1):
+            one = len(shards) == 1
+            file = SINGLE_NAME if one else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            self._place(self._shard(number), self.folder / file)
+            weight_map.update({entry.name: file for entry in entries})
+        total = sum(entry.nbytes for entries in shards for entry in entries)
+        if len(shards) > 1:
             index = {
-                "metadata": {"total_size": self._total_bytes},
+                "metadata": {"total_size": total},
                 "weight_map": dict(sorted(weight_map.items())),
             }
             write_json(self.folder / INDEX_NAME, index)
-        return self._total_bytes
+        return total
 
-    def _flush(self) -> None:
-        if not self._pending:
+    def _merge(self) -> list[list[TensorEntry]]:
+        """Write the shards that are not there yet; a piece goes once shards have all of it."""
+        shards: list[list[TensorEntry]] = []
+        while self._shard(len(shards) + 1).exists():
+            shards.append(read_entries(self._shard(len(shards) + 1)))
+        done = {entry.name for entries in shards for entry in entries}
+        pieces = {
+            path: read_entries(path)
+            for path in map(self._piece, range(self._num_pieces))
+            if path.exists()
+        }
+        left = [e for entries in pieces.values() for e in entries if e.name not in done]
+        for entries in _split(left, self.max_shard_bytes):
+            shard, source = self._shard(len(shards) + 1), entries[0].source
+            if isinstance(source, Path) and pieces[source] == entries:
+                source.rename(shard)
+                del pieces[source]
+            else:
+                write_entries(shard, entries)
+            shards.append(entries)
+            done.update(entry.name for entry in entries)
+            for path in [p for p, found in pieces.items() if all(e.name in done for e in found)]:
+                path.unlink()
+                del pieces[path]
+        return shards
+
+    def _place(self, shard: Path, path: Path) -> None:
+        if self._work == self.folder:
+            shard.rename(path)
             return
-        path = self._temporary(len(self._shards) + 1)
         try:
-            save_file(self._pending, path, metadata={"format": "pt"})
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(
-                f"cannot write {path} ({self._pending_bytes} bytes): {error}; free space or choose "
-                "another output folder, then run again"
-            ) from None
-        os.chmod(path, 0o666 & ~current_umask())  # safetensors creates files as 0600
-        self._shards.append(list(self._pending))
-        self._total_bytes += self._pending_bytes
-        self._pending, self._pending_bytes = {}, 0
+            os.link(shard, path)
+        except OSError:  # not every file system has links
+            shutil.copyfile(shard, path)
 
-    def _temporary(self, number: int) -> Path:
-        return self.folder / f"shard-{number:05d}.incomplete"
+    def _piece(self, number: int) -> Path:
+        return self._work / f"piece-{number:05d}.incomplete"
+
+    def _shard(self, number: int) -> Path:
+        return self._work / f"shard-{number:05d}.incomplete"
 
 
-def current_umask() -> int:
-    """Return the process's umask; it can only be read by setting it."""
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+def _split(entries: Iterable[TensorEntry], max_bytes: int) -> Iterator[list[TensorEntry]]:
+    """Group entries in their order, each group as large as the limit allows; one may exceed it."""
+    group: list[TensorEntry] = []
+    size = 0
+    for entry in entries:
+        if group and size + entry.nbytes > max_bytes:
+            yield group
+            group, size = [], 0
+        group.append(entry)
+        size += entry.nbytes
+    if group:
+        yield group

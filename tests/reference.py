@@ -341,3 +341,57 @@ def repeat_kv_channels(
             for lane in range(head_dim)
         ]
     )
+
+
+# KV cache: what rounding keys and values costs at the output of attention.
+
+
+def round_states(states: Float64, scale: Float64) -> Float64:
+    """Return E4M3 keys or values [tokens, heads, D], given one scale or one a head."""
+    by_head = np.broadcast_to(scale, states.shape[1])
+    rounded = np.empty_like(states)
+    for head, one in enumerate(by_head):
+        grid, x = np.array([[one]]), states[:, head]
+        rounded[:, head] = dequantize(quantize(x, grid, "e4m3", x.shape), grid, "e4m3", x.shape)
+    return rounded
+
+
+def attention_errors(
+    query: Float64,
+    key: Float64,
+    value: Float64,
+    scales: tuple[Float64, Float64],
+    softmax_scale: float,
+    window: int | None = None,
+) -> Float64:
+    """Return the squared error of each head's output [heads] with keys and values of 8 bits."""
+    key_scale, value_scale = scales
+    rounded = round_states(key, key_scale), round_states(value, value_scale)
+    exact = attention(query, key, value, softmax_scale, window)
+    error = attention(query, *rounded, softmax_scale, window) - exact
+    return (error**2).sum(axis=(0, 2))
+
+
+# Smoothing: what 8-bit weights and inputs cost with factors folded in.
+
+
+def smoothed_output_error(
+    inputs: Float64,
+    weight: Float64,
+    factors: Float64,
+    weight_tile: tuple[int, int],
+    input_tile: tuple[int, int] | None,
+    input_amax: float | None = None,
+) -> Float64:
+    """Return `sum |x W^T - Q(x / s) Q(W s)^T|^2`, E4M3; `input_amax` is that of a static scale.
+
+    Shapes: inputs [tokens, K], weight [N, K], factors [K]. No `input_tile` leaves inputs as is.
+    """
+    codes, grid = quantize_weight(weight * factors, weight_tile)
+    rounded, seen = dequantize(codes, grid, "e4m3", weight_tile), inputs / factors
+    if input_tile is not None:
+        amax = None if input_amax is None else np.array([[input_amax]])
+        codes, grid = quantize_weight(seen, input_tile, amax)
+        seen = dequantize(codes, grid, "e4m3", input_tile)
+    error: Float64 = ((inputs @ weight.T - seen @ rounded.T) ** 2).sum()
+    return error

@@ -12,10 +12,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SHARED = ("errors", "numerics", "scheme", "shards", "staging", "checkpoint")
+SHARED = ("errors", "numerics", "scheme", "staging", "tensor_file", "shards", "checkpoint")
 OPS = ("extension", "op_checks", "ops", "dense_ops", "attention_ops", "decoder_ops")
 RUNTIME = ("errors", "numerics", "scheme", "shards", "checkpoint", *OPS, "runtime")
-EVERYTHING = (*SHARED, "calibrate", *OPS, "runtime", "speculative", "export", "evaluate", "cli")
+EVERYTHING = (
+    *SHARED,
+    "calibrate",
+    *OPS,
+    "runtime",
+    "speculative",
+    "export",
+    "evaluate",
+    "inspection",
+    "cli",
+)
 
 HEAVY = {"transformers", "datasets", "accelerate", "gguf", "huggingface_hub"}
 
@@ -23,8 +33,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "errors": (),
     "numerics": ("errors",),
     "scheme": ("errors", "numerics"),
-    "shards": ("errors",),
     "staging": ("errors",),
+    "tensor_file": ("errors", "staging"),
+    "shards": ("errors", "staging", "tensor_file"),
     "checkpoint": ("errors", "numerics", "scheme", "shards"),
     "calibrate": (*SHARED, "calibrate"),
     "extension": (),
@@ -37,6 +48,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "speculative": (*RUNTIME, "speculative"),
     "export": (*SHARED, "calibrate", *OPS, "runtime", "export"),
     "evaluate": (*SHARED, "calibrate", *OPS, "runtime", "evaluate"),
+    "inspection": ("errors", "shards", "staging", "inspection"),
     "cli": (*EVERYTHING, "__init__"),
     "__main__": ("cli",),
     "__init__": EVERYTHING,  # lazily, see the test of what importing loads
@@ -122,6 +134,7 @@ def test_no_file_imports_calibrate_under_another_name(folder: str) -> None:
         ("quantkit", {"torch", *HEAVY}),
         ("quantkit.cli.main", {"torch", *HEAVY}),
         ("quantkit.calibrate", HEAVY),
+        ("quantkit.inspection", {*HEAVY, "matplotlib", "jinja2"}),
         ("quantkit.runtime.model", {*HEAVY, "quantkit.calibrate"}),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
+from pydantic import ValidationError
 
 from quantkit.calibrate.recipe import load_recipe, recipe_names
 from quantkit.errors import CheckpointError, RecipeError
@@ -19,7 +20,7 @@ KV = ["fp8", "fp8-head", "none"]
 
 
 @pytest.mark.parametrize("kv", KV)
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", [n for n in recipe_names() if load_recipe(n).is_portable])
 def test_compressed_tensors_parses_what_every_recipe_writes(name: str, kv: str) -> None:
     recipe = load_recipe(name).with_options(kv=kv)
     config = json.loads(json.dumps(recipe.scheme(["lm_head"]).to_config()))
@@ -183,3 +184,27 @@ def test_fused_siblings_of_every_family() -> None:
     assert fused_siblings("layers.0.mlp.down_proj") == ("layers.0.mlp.down_proj",)
     assert fused_siblings("q_proj") == ("q_proj", "k_proj", "v_proj")
     assert fused_siblings("lm_head") == ("lm_head",)
+
+
+def test_a_native_scheme_survives_json_and_is_refused_by_others() -> None:
+    formats = {"model.layers.0.mlp.down_proj": "e5m2"}
+    scheme = Scheme(QuantSpec(Granularity.CHANNEL, "e3m4"), None, None, ("lm_head",), True, formats)
+    config = json.loads(json.dumps(scheme.to_config()))
+    assert config["quant_method"] == "quantkit"
+    assert Scheme.from_config(config) == scheme
+    assert scheme.weights_of("model.layers.0.mlp.down_proj").format == "e5m2"
+    assert scheme.weights_of("model.layers.0.mlp.up_proj").format == "e3m4"
+    with pytest.raises(ValidationError, match="config_groups"):
+        QuantizationConfig.model_validate(config)
+
+
+def test_a_native_scheme_with_an_unknown_format_is_refused() -> None:
+    scheme = Scheme(CHANNEL, native=True).to_config()
+    scheme["formats"] = {"a": "e9m9"}
+    with pytest.raises(CheckpointError, match="unknown format 'e9m9'"):
+        Scheme.from_config(scheme)
+
+
+def test_a_portable_scheme_has_no_formats_of_its_own() -> None:
+    with pytest.raises(RecipeError, match="portable"):
+        Scheme(QuantSpec(Granularity.CHANNEL, "e3m4"))

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli.console import quiet_transformers, write
+from quantkit.cli.console import note, quiet_transformers, write
 
 if TYPE_CHECKING:
     from quantkit.calibrate.plan import Plan
     from quantkit.calibrate.report import Report
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as everywhere in the command line."""
 
 
 def calibrate(
@@ -45,6 +48,21 @@ def calibrate(
     kv: Annotated[
         str | None, typer.Option(help="fp8, fp8-head or none. [default: as the recipe says]")
     ] = None,
+    tiers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Which of the recipe's tiers to use: range, compensation, smoothing, formats, "
+            "outliers, keep; none is plain rounding. [default: all that it has]",
+        ),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            help="Bytes a weight up to which the most sensitive modules stay as they are; 0 keeps "
+            "none. [default: as the recipe says]"
+        ),
+    ] = None,
     ignore: Annotated[
         list[str] | None,
         typer.Option(metavar="PATTERN", help="Leave these modules alone; may be repeated."),
@@ -55,6 +73,14 @@ def calibrate(
     ] = "auto",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show modules, bytes, memory and time; write nothing.")
+    ] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on with the unfinished run of OUT: after Ctrl-C, a kill, a full disk. Without "
+            "this it is discarded.",
+        ),
     ] = False,
     chat_template: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Jinja template for `messages` rows.")
@@ -69,24 +95,32 @@ def calibrate(
     """Quantize a causal language model to FP8, with scales for an FP8 KV cache."""
     quiet_transformers()
     from quantkit.calibrate import calibrate as run
+    from quantkit.calibrate.journal import Interrupted
 
-    report = run(
-        model,
-        output,
-        recipe=recipe,
-        data=data or ["builtin"],
-        samples=samples,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        seed=seed,
-        kv=kv,
-        ignore=ignore or [],
-        device=device,
-        dtype=dtype,
-        dry_run=dry_run,
-        chat_template=chat_template,
-        trust_remote_code=trust_remote_code,
-    )
+    try:
+        report = run(
+            model,
+            output,
+            recipe=recipe,
+            data=data or ["builtin"],
+            samples=samples,
+            seq_len=seq_len,
+            batch_size=batch_size,
+            seed=seed,
+            kv=kv,
+            tiers=tiers,
+            budget=budget,
+            ignore=ignore or [],
+            device=device,
+            dtype=dtype,
+            dry_run=dry_run,
+            resume=resume,
+            chat_template=chat_template,
+            trust_remote_code=trust_remote_code,
+        )
+    except Interrupted as interrupted:
+        note(str(interrupted))
+        raise typer.Exit(INTERRUPTED) from None
     if as_json:
         value = (
             _plan_json(report.plan) if dry_run else {"path": str(report.path), **report.to_json()}

@@ -20,6 +20,7 @@ from quantkit.cli.calibrate import calibrate
 from quantkit.cli.console import close_stdout, note, open_console
 from quantkit.cli.eval import evaluate
 from quantkit.cli.generate import generate
+from quantkit.cli.inspect import inspect
 from quantkit.errors import QuantKitError
 
 BUG, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141
@@ -31,6 +32,7 @@ app = typer.Typer(
     help="FP8 quantization of language models, and a runtime for the result.",
 )
 app.command("calibrate")(calibrate)
+app.command("inspect")(inspect)
 app.command("eval")(evaluate)
 app.command("generate")(generate)
 app.command("bench")(bench)

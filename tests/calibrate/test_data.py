@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from quantkit.calibrate import texts
 from quantkit.calibrate.data import Samples, effective_seq_len, load_samples
-from quantkit.calibrate.texts import builtin_texts, parse_hub_source, split_text
+from quantkit.calibrate.texts import corpus_texts, manual_texts, parse_hub_source, split_text
 from quantkit.calibrate.tokenize import special_prefix
 from quantkit.errors import DataError
 from tests import tiny
@@ -51,9 +51,29 @@ def word_ids(tokenizer: Any, text: str) -> list[int]:
 
 
 def test_builtin_text_is_the_same_prose_every_time() -> None:
-    pieces = builtin_texts()
-    assert pieces == builtin_texts()
+    pieces = manual_texts()
+    assert pieces == manual_texts()
     assert sum(map(len, pieces)) > 300_000
+
+
+def test_the_corpus_is_many_kinds_of_text_in_turn() -> None:
+    documents = corpus_texts()
+    assert documents == corpus_texts()
+    assert len(documents) > 100
+    assert 200_000 < sum(map(len, documents)) < 300_000
+    assert all(document.endswith("\n\n") and "\f" not in document for document in documents)
+    assert len(set(documents)) == len(documents)
+    # Every kind within a few documents, so that few samples see all of them.
+    assert any("def " in document for document in documents)
+    assert any(ord(letter) > 0x3000 for letter in "".join(documents))
+
+
+def test_the_corpus_is_used_up_before_the_manual(tokenizer: Any) -> None:
+    corpus = {piece for piece in "".join(corpus_texts()).split() if len(piece) > 6}
+    few = load_samples(["builtin"], tokenizer, 6, 64)
+    words = tokenizer.decode(torch.cat([ids[1:] for ids in few.ids])).split()
+    known = [word for word in words if len(word) > 6]
+    assert sum(word in corpus for word in known) >= 0.9 * len(known)
 
 
 def test_builtin_gives_full_windows_of_one_bos_each(tokenizer: Any) -> None:

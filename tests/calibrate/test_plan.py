@@ -151,7 +151,7 @@ class TestEstimates:
         assert plan.memory_bytes == 2 * layer + 4 * 16 * 64 * 2 + plan.target_bytes
 
     def test_without_data_no_time_is_estimated(self, model_of: ModelOf) -> None:
-        assert plan_for(model_of("llama"), kv="none").seconds == 0
+        assert plan_for(model_of("llama"), kv="none", tiers="none").seconds == 0
         assert plan_for(model_of("llama")).seconds > 0
 
     def test_planning_leaves_the_weights_unread(self, model_of: ModelOf) -> None:

@@ -145,7 +145,10 @@ def block(features: int = 32) -> tuple[nn.Module, dict[str, nn.Linear]]:
 
 
 def linears_for(modules: dict[str, nn.Linear]) -> dict[str, QuantizedLinear]:
-    return {name: QuantizedLinear(name, torch.zeros(0), torch.ones(1), 0.0) for name in modules}
+    return {
+        name: QuantizedLinear(name, STATIC, torch.zeros(0), torch.ones(1), 0.0, 1.0, 0)
+        for name in modules
+    }
 
 
 class TestStaticInputs:

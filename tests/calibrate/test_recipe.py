@@ -7,14 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.calibrate.recipe import (
-    Recipe,
-    load_recipe,
-    match_names,
-    parse_recipe,
-    recipe_names,
-    resolve_modules,
-)
+from quantkit.calibrate.recipe import Recipe, load_recipe, parse_recipe, recipe_names
+from quantkit.calibrate.selection import match_names, resolve_modules
+from quantkit.calibrate.tiers import Tiers
 from quantkit.errors import RecipeError
 from quantkit.scheme import Granularity, QuantSpec
 
@@ -42,14 +37,17 @@ def assert_mentions(error: pytest.ExceptionInfo[RecipeError], *words: str) -> No
 
 
 def test_the_packaged_recipes_are_what_their_names_say() -> None:
-    assert recipe_names() == ["fp8-block", "fp8-dynamic", "fp8-static"]
+    assert recipe_names() == ["fp8-accurate", "fp8-block", "fp8-dynamic", "fp8-static"]
     dynamic, static, block = (load_recipe(f"fp8-{n}") for n in ("dynamic", "static", "block"))
     assert dynamic.weights == QuantSpec(Granularity.CHANNEL)
     assert dynamic.inputs == QuantSpec(Granularity.TOKEN, dynamic=True)
     assert static.weights == static.inputs == QuantSpec(Granularity.TENSOR)
     assert block.weights == QuantSpec(Granularity.BLOCK, block_shape=(128, 128))
     assert block.inputs == QuantSpec(Granularity.GROUP, group_size=128, dynamic=True)
-    for recipe in (dynamic, static, block):
+    accurate = load_recipe("fp8-accurate")
+    assert (accurate.weights, accurate.inputs) == (QuantSpec(Granularity.CHANNEL), None)
+    assert [r.is_portable for r in (dynamic, static, block, accurate)] == [True, True, True, False]
+    for recipe in (dynamic, static, block, accurate):
         assert (recipe.kv, recipe.targets, recipe.ignore) == ("fp8", ("Linear",), ("lm_head",))
         assert recipe.description
 
@@ -98,7 +96,17 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (MINIMAL + "dynamic = 'yes'", ["dynamic must be true or false", "'yes'"]),
         (MINIMAL + "dynamic = true", ["weights are 'channel', dynamic", "channel static"]),
         (MINIMAL + "format = 'e4m4'", ["'e4m4'", "did you mean 'e4m3'"]),
-        (MINIMAL + "format = 'e5m2'", ["weights.format is 'e5m2'", "'e4m3'"]),
+        (
+            MINIMAL + "format = 'e5m2'\n[inputs]\ngranularity = 'token'\ndynamic = true",
+            ["E4M3 on both sides", "leave out [inputs]"],
+        ),
+        (MINIMAL + "[tiers]\nrnage = true", ["'rnage'", "did you mean 'range'"]),
+        (MINIMAL + "[tiers]\nrange = 1", ["range must be true or false", "1"]),
+        (MINIMAL + "[tiers]\nbudget = true", ["budget must be a number", "True"]),
+        (MINIMAL + "[tiers]\nbudget = 3", ["1 to 2 bytes a weight", "3"]),
+        (MINIMAL + "[tiers]\noutlier_columns = 0.9", ["share of 0 to 0.5", "0.9"]),
+        (MINIMAL + "[tiers]\nformats = ['e3m5']", ["'e3m5'", "did you mean 'e3m4'"]),
+        ("tiers = 3\n" + MINIMAL, ["[tiers] must be a table"]),
         (MINIMAL + "group_size = 128", ["'channel' takes no group_size"]),
         ("[weights]\ngranularity = 'token'", ["weights are 'token'"]),
         ("[weights]\ngranularity = 'block'", ["'block' needs block_shape"]),
@@ -137,17 +145,31 @@ def test_options_override_the_cache_and_add_to_ignore() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kv", "needs"),
+    ("name", "kv", "tiers", "needs"),
     [
-        ("fp8-dynamic", "fp8", True),
-        ("fp8-dynamic", "fp8-head", True),
-        ("fp8-dynamic", "none", False),
-        ("fp8-block", "none", False),
-        ("fp8-static", "none", True),
+        ("fp8-dynamic", "fp8", "none", True),
+        ("fp8-dynamic", "fp8-head", "none", True),
+        ("fp8-dynamic", "none", "none", False),
+        ("fp8-dynamic", "none", None, True),
+        ("fp8-dynamic", "none", "keep", True),
+        ("fp8-block", "none", "none", False),
+        ("fp8-static", "none", "none", True),
     ],
 )
-def test_data_is_needed_only_where_a_scale_is_measured(name: str, kv: str, needs: bool) -> None:
-    assert load_recipe(name).with_options(kv=kv).needs_data is needs
+def test_data_is_needed_only_where_something_is_measured(
+    name: str, kv: str, tiers: str | None, needs: bool
+) -> None:
+    assert load_recipe(name).with_options(kv=kv, tiers=tiers).needs_data is needs
+
+
+def test_tiers_are_switched_off_by_leaving_them_out() -> None:
+    recipe = load_recipe("fp8-accurate")
+    only = recipe.with_options(tiers="range, formats").tiers
+    assert only == Tiers(compensation=False, smoothing=False, formats=recipe.tiers.formats)
+    assert recipe.with_options(budget=1.5).tiers.budget == 1.5
+    assert not DYNAMIC.with_options(tiers="smoothing,keep").tiers.range
+    with pytest.raises(RecipeError, match=r"unknown tier 'rang' .*'range'.*keep"):
+        recipe.with_options(tiers="rang")
 
 
 def test_the_scheme_of_a_recipe() -> None:

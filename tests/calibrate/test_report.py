@@ -105,9 +105,9 @@ class TestTable:
 
     def test_shows_the_worst_module_and_its_layer(self, report: Report) -> None:
         modules = [m for layer in report.layers for m in layer.modules if "down_proj" in m.name]
-        worst = min(modules, key=lambda module: module.weight_sqnr_db)
+        worst = min(modules, key=lambda module: module.output_sqnr_db)
         row = next(line for line in str(report).splitlines() if "down_proj" in line)
-        assert f"{worst.weight_sqnr_db:.1f}" in row
+        assert f"{worst.output_sqnr_db:.1f}" in row
         assert f"layer {worst.name.split('.')[2]}" in row
 
     def test_of_a_plan_lists_every_module_with_its_shape(

@@ -1,0 +1,298 @@
+"""The journal of a run: what is finished, on the disk, so that a run that was killed can go on.
+
+`.NAME.journal` beside the destination NAME holds
+  run.json             what run it is: model, data, recipe, options, versions
+  prelude.json         what was computed before the layers, if anything
+  layer-N.json         the report of finished layer N, written when all else of the layer is there
+  hidden-N.safetensors what enters layer N, for the newest N only
+  piece-*, shard-*     the tensors of finished layers, see `quantkit.shards.ShardWriter`
+Each file appears complete or not at all. The journal goes when the run has succeeded, and when it
+has failed in a way that would only repeat itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from quantkit.calibrate.layerwise import Batch
+from quantkit.calibrate.plan import Plan
+from quantkit.calibrate.records import differences, from_json
+from quantkit.calibrate.report import KEEP, LayerReport, Report
+from quantkit.errors import CheckpointError
+from quantkit.shards import read_json
+from quantkit.staging import MARKER, beside, staged_file, sync_folder
+from quantkit.tensor_file import write_tensors
+
+logger = logging.getLogger("quantkit")
+
+RUN, PRELUDE = "run.json", "prelude.json"
+SHOWN_DIFFERENCES = 4
+HASHES = {
+    "source.fingerprint": "the model's weights",
+    "config": "the model's config.json",
+    "data.sha256": "the calibration tokens",
+}
+"""What the hashes among a run's values stand for; their digits tell nobody anything."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C in a run that can be resumed; the message says how."""
+
+
+class Journal:
+    """Context manager around the layers of a run, inside the lock on its destination.
+
+    `run` is the run's fingerprint: JSON whose every value a resumed run must repeat. With `resume`
+    an unfinished run of the same destination is taken up: `layers`, `prelude` and `num_pieces` are
+    what it had finished. Else it is discarded, and a log line says so.
+
+    Raises CheckpointError, and leaves the journal alone, if the unfinished run was another or its
+    files are damaged. Ctrl-C becomes `Interrupted` once a layer is finished.
+    """
+
+    def __init__(
+        self, destination: Path, run: Mapping[str, Any], num_layers: int, resume: bool
+    ) -> None:
+        self.destination = destination.absolute()
+        self.folder = beside(self.destination, "journal")
+        self.layers: list[LayerReport] = []
+        self.prelude: Any = None
+        self.num_pieces = 0
+        self._run = _as_json(run)
+        self._num_layers = num_layers
+        self._resume = resume
+
+    def __enter__(self) -> Journal:
+        found = (self.folder / RUN).exists()
+        if found and self._resume:
+            self._take_up()
+            return self
+        if found:
+            logger.warning(
+                "an unfinished run of %s, %d layers far, is discarded; --resume would continue it",
+                self.destination,
+                self._num_recorded(),
+            )
+        elif self._resume:
+            logger.info("no unfinished run of %s: starting with layer 1", self.destination)
+        self._remove()
+        self.folder.mkdir()
+        self._write(RUN, self._run)
+        sync_folder(self.folder.parent)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        finished = self._num_recorded()
+        if not (finished and error is not None and _may_pass(error)):
+            self._remove()
+            return
+        done = f"{finished} of {self._num_layers} layers"
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted(
+                f"interrupted after {done}; the same command with --resume continues"
+            ) from error
+        logger.warning(
+            "%s are kept in %s; the same command with --resume continues", done, self.folder
+        )
+
+    def set_prelude(self, value: Any) -> None:
+        """Record what was computed before the layers: any JSON value but null."""
+        self.prelude = _as_json(value)
+        self._write(PRELUDE, {"prelude": self.prelude})
+        sync_folder(self.folder)
+
+    def add(self, report: LayerReport, batches: Sequence[Batch], num_pieces: int) -> None:
+        """Record the next layer as finished: its tensors are in the first `num_pieces` pieces.
+
+        `batches` hold the layer's outputs, which this makes contiguous, as they will be when read
+        back: kernels may sum in another order where strides differ.
+        """
+        number = len(self.layers)
+        for batch in batches:
+            _make_contiguous(batch)
+        if batches and number + 1 < self._num_layers:
+            states = {
+                f"{place}.{name}": tensor
+                for place, batch in enumerate(batches)
+                for name, tensor in _states(batch)
+            }
+            write_tensors(self._hidden(number + 1), states)
+        self._write(f"layer-{number:05d}.json", {"pieces": num_pieces, "report": asdict(report)})
+        sync_folder(self.folder)
+        with suppress(FileNotFoundError):
+            self._hidden(number).unlink()
+        self.layers.append(report)
+        self.num_pieces = num_pieces
+
+    def restore(self, batches: Sequence[Batch]) -> None:
+        """Put what enters the first unfinished layer into batches at the door of layer 0."""
+        if not self.layers or not batches or len(self.layers) == self._num_layers:
+            return
+        path = self._hidden(len(self.layers))
+        try:
+            with safe_open(path, framework="pt") as file:
+                for number, batch in enumerate(batches):
+                    _restore(batch, file, f"{number}.")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path} is damaged ({error}), so the unfinished run is lost; start over"
+            ) from None
+
+    def _take_up(self) -> None:
+        """Read what the unfinished run left."""
+        try:
+            changes = differences(read_json(self.folder / RUN), self._run, HASHES)
+            if (self.folder / PRELUDE).exists():
+                self.prelude = read_json(self.folder / PRELUDE)["prelude"]
+            self._read_layers()
+        except (CheckpointError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{self.folder} is damaged ({error}); run without --resume to start over"
+            ) from None
+        if changes:
+            more = len(changes) - SHOWN_DIFFERENCES
+            shown = [*changes[:SHOWN_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])]
+            raise CheckpointError(
+                f"the unfinished run of {self.destination} was another one: {'; '.join(shown)}; "
+                "repeat it as it was, or run without --resume to start over"
+            )
+        done = len(self.layers)
+        logger.info("continuing after %d of %d layers", done, self._num_layers)
+
+    def _read_layers(self) -> None:
+        while (path := self.folder / f"layer-{len(self.layers):05d}.json").exists():
+            record = read_json(path)
+            self.layers.append(from_json(LayerReport, record["report"]))
+            self.num_pieces = int(record["pieces"])
+
+    def _num_recorded(self) -> int:
+        """Count on the disk: Ctrl-C may come just after a layer's record."""
+        return len(list(self.folder.glob("layer-*.json")))
+
+    def _remove(self) -> None:
+        # First what makes it a journal: a kill must not leave half of one.
+        with suppress(FileNotFoundError):
+            (self.folder / RUN).unlink()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _write(self, name: str, value: Any) -> None:
+        with staged_file(self.folder / name) as file:
+            file.write(json.dumps(value, indent=1).encode())
+
+    def _hidden(self, number: int) -> Path:
+        return self.folder / f"hidden-{number:05d}.safetensors"
+
+    @staticmethod
+    def size(destination: Path) -> int:
+        """Return the bytes that the journal of an unfinished run takes, if there is one."""
+        folder = beside(destination.absolute(), "journal")
+        if not (folder / RUN).exists():
+            return 0
+        return sum(path.stat().st_size for path in folder.glob("*"))
+
+
+@dataclass(slots=True)
+class RecordedReport(Report):
+    """The report of a run that was finished before; its JSON is what the folder holds."""
+
+    recorded: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the contents of quantkit.json."""
+        return self.recorded
+
+
+def finished_report(destination: Path, plan: Plan, provenance: Mapping[str, Any]) -> Report | None:
+    """Return the report of the result at `destination` if the same run made it, else None.
+
+    So a run that was killed after its last step can be resumed too: what is left of its journal
+    goes.
+    """
+    try:
+        recorded = read_json(destination / MARKER)
+        layers = [from_json(LayerReport, layer) for layer in recorded["layers"]]
+        kept = {m.name for layer in layers for m in layer.modules if KEEP in m.tiers}
+        made = replace(plan.keeping(kept), target_bytes=int(recorded["target_bytes"]))
+    except (CheckpointError, LookupError, TypeError, ValueError):
+        return None
+    if any(recorded.get(key) != value for key, value in _as_json(provenance).items()):
+        return None
+    logger.info("%s is finished: there is nothing to resume", destination)
+    shutil.rmtree(beside(destination.absolute(), "journal"), ignore_errors=True)
+    return RecordedReport(made, destination, layers, recorded["warnings"], recorded=recorded)
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Tell whether the same run may succeed another time: the disk was full, memory was short."""
+    passing = (
+        KeyboardInterrupt,
+        OSError,
+        MemoryError,
+        torch.OutOfMemoryError,
+        torch.AcceleratorError,
+    )
+    return isinstance(error, passing) or isinstance(error.__cause__, OSError)
+
+
+def _as_json(value: Any) -> Any:
+    """Return a value as it will be read back."""
+    return json.loads(json.dumps(value))
+
+
+def _shared_states(batch: Batch) -> list[UserDict[str, tuple[Tensor, ...]]]:
+    """Return what the layers of a batch hand on beside hidden states: keys and values, in some."""
+    found: dict[int, UserDict[str, tuple[Tensor, ...]]] = {}
+    for call in batch.calls:
+        for value in (*call.args, *call.kwargs.values()):
+            if isinstance(value, UserDict):
+                found.setdefault(id(value), value)
+    return list(found.values())
+
+
+def _make_contiguous(batch: Batch) -> None:
+    batch.hidden = batch.hidden.contiguous()
+    for shared in _shared_states(batch):
+        for key, tensors in shared.items():
+            shared[key] = tuple(tensor.contiguous() for tensor in tensors)
+
+
+def _states(batch: Batch) -> Iterator[tuple[str, Tensor]]:
+    """Yield all tensors that the next layers need, by the names that `_restore` looks for."""
+    yield "hidden", batch.hidden
+    for place, shared in enumerate(_shared_states(batch)):
+        for key, tensors in shared.items():
+            for part, tensor in enumerate(tensors):
+                yield f"shared.{place}.{part}.{key}", tensor
+
+
+def _restore(batch: Batch, file: Any, prefix: str) -> None:
+    """Read back what `_states` yielded."""
+    device = batch.hidden.device
+    # Copies: the file goes, and its pages are not aligned as kernels like them.
+    batch.hidden = file.get_tensor(f"{prefix}hidden").to(device, copy=True)
+    names = set(file.keys())
+    for place, shared in enumerate(_shared_states(batch)):
+        first = f"{prefix}shared.{place}.0."
+        for key in sorted(n.removeprefix(first) for n in names if n.startswith(first)):
+            parts: list[Tensor] = []
+            while (name := f"{prefix}shared.{place}.{len(parts)}.{key}") in names:
+                parts.append(file.get_tensor(name).to(device, copy=True))
+            shared[key] = tuple(parts)

@@ -1,0 +1,69 @@
+"""`quantkit inspect`: what calibration did to a checkpoint, in tables, JSON or an HTML page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from quantkit.cli.console import note, write
+
+if TYPE_CHECKING:
+    from quantkit.inspection import Inspection
+
+
+def inspect(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CKPT", help="A folder that `calibrate` wrote.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Also write a self-contained HTML page, FILE.html."),
+    ] = None,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Show every module and layer of a large model.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print all facts as JSON instead of tables.")
+    ] = False,
+) -> None:
+    """Show per layer and module what calibration did: tiers, errors, outliers, sizes."""
+    from quantkit.inspection import inspect as gather
+
+    inspection = gather(checkpoint)
+    if output is not None:
+        from quantkit.inspection.page import write_page
+
+        write_page(inspection, output)
+    if as_json:
+        page = {"report": None if output is None else str(output)}
+        write(json.dumps(inspection.to_json() | page, indent=2, allow_nan=False) + "\n")
+        return
+    _print_tables(inspection, show_all)
+    for warning in inspection.warnings:
+        note(f"warning: {warning}")
+    if output is not None:
+        write(f"{output}\n")
+
+
+def _print_tables(inspection: Inspection, show_all: bool) -> None:
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    from quantkit.inspection.tables import make_tables
+
+    tables = make_tables(inspection, show_all)
+    console = Console(markup=False, highlight=False, emoji=False)
+    unlimited = console.options.update(max_width=10_000)
+    widths = [Measurement.get(console, unlimited, table) for table in tables]
+    # Numbers are never cut, not even in a narrow terminal; in a file nothing is wrapped either.
+    if console.is_terminal:
+        console.width = max(console.width, *(width.minimum for width in widths))
+    else:
+        console.width = max(width.maximum for width in widths)
+    for number, table in enumerate(tables):
+        if number:
+            console.print()
+        console.print(table)

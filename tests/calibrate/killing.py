@@ -1,0 +1,178 @@
+"""Kill a calibration run at every point where it touches the disk, and resume it.
+
+A program, because it forks: `python -m tests.calibrate.killing MODEL DATA FOLDER POINTS OPTIONS`,
+where POINTS is a step, to try every so many-th point, or a list of trials in JSON, each a list of
+points: the first kill, the one during the resumed run, and so on. Prints one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit import tensor_file
+from quantkit.calibrate import calibrate, journal, pipeline
+
+WATCHED = ("fsync", "rename", "replace", "unlink", "mkdir", "link")
+
+
+class Disk:
+    """Counts what a process does to the disk, and kills it before its `kill_at`-th deed."""
+
+    def __init__(self, kill_at: int | None) -> None:
+        self.count = 0
+        self.kill_at = kill_at
+        for name in WATCHED:
+            setattr(os, name, self._counting(getattr(os, name)))
+        chunks = tensor_file.TensorEntry.chunks
+
+        def counted(entry: tensor_file.TensorEntry) -> Iterator[Any]:
+            for chunk in chunks(entry):
+                yield chunk[: len(chunk) // 2]
+                if entry.name.endswith(("down_proj.weight", "0.hidden")):
+                    self.touch()  # in the middle of a write
+                yield chunk[len(chunk) // 2 :]
+
+        tensor_file.TensorEntry.chunks = counted  # type: ignore[method-assign]
+
+    def touch(self) -> None:
+        if self.count == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.count += 1
+
+    def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.touch()
+            return function(*args, **kwargs)
+
+        return call
+
+
+def watch_layers(log: Path) -> None:
+    """Note in a file which layers run, and which are finished for good."""
+    run, add = pipeline.calibrate_layer, journal.Journal.add
+
+    def note(word: str, number: int) -> None:
+        with log.open("a") as file:
+            file.write(f"{word} {number}\n")
+
+    def running(model: Any, number: int, *args: Any, **kwargs: Any) -> Any:
+        note("run", number)
+        return run(model, number, *args, **kwargs)
+
+    def adding(self: Any, *args: Any) -> None:
+        number = len(self.layers)
+        add(self, *args)
+        note("done", number)
+
+    pipeline.calibrate_layer = running
+    journal.Journal.add = adding  # type: ignore[method-assign]
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Run in a forked process; return its exit status as `os.waitpid` gives it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1]
+
+
+class Trial:
+    """One destination: killed, resumed, compared."""
+
+    def __init__(self, folder: Path, options: dict[str, Any]) -> None:
+        self.folder, self.options = folder, options
+        self.out, self.log = folder / "out", folder.with_suffix(".log")
+        self.log.touch()
+
+    def run(self, kill_at: int | None, resume: bool) -> tuple[int, int]:
+        """Return (exit status, number of deeds)."""
+        counter = self.folder.with_suffix(".count")
+
+        def work() -> None:
+            watch_layers(self.log)
+            disk = Disk(kill_at)
+            calibrate(output=self.out, resume=resume, progress=False, **self.options)
+            counter.write_text(str(disk.count))
+
+        status = in_child(work)
+        return status, int(counter.read_text()) if status == 0 else 0
+
+    def layers(self, word: str) -> list[int]:
+        words = [line.split() for line in self.log.read_text().splitlines()]
+        return [int(number) for found, number in words if found == word]
+
+    def contents(self, folder: Path) -> dict[str, bytes]:
+        return {p.name: p.read_bytes() for p in folder.iterdir()} if folder.exists() else {}
+
+
+def check(trial: Trial, kills: list[int], old: dict[str, bytes], new: dict[str, bytes]) -> str:
+    """Kill, resume and so on; return what is wrong, or nothing."""
+    for turn, kill_at in enumerate(kills):
+        before = trial.layers("done")
+        status, _ = trial.run(kill_at, resume=turn > 0)
+        if status == 0:  # a resumed run that ended before the point
+            break
+        if os.WTERMSIG(status) != signal.SIGKILL:
+            return f"ended with {status}"
+        found = trial.contents(trial.out)
+        aside = trial.contents(trial.folder / ".out.previous")
+        if found not in (old, new) and not (not found and aside == old):
+            return f"the destination holds {sorted(found)}"
+        if set(before) & set(trial.layers("run")[len(before) :]):
+            return "ran a finished layer"
+    done, ran = trial.layers("done"), len(trial.layers("run"))
+    status, _ = trial.run(None, resume=True)
+    if status != 0:
+        return f"resuming ended with {status}"
+    if set(done) & set(trial.layers("run")[ran:]):
+        return f"{done} were finished, and {trial.layers('run')[ran:]} ran"
+    if trial.contents(trial.out) != new:
+        return "other bytes"
+    left = sorted(path.name for path in trial.folder.iterdir())
+    return "" if left == ["out"] else f"left {left}"
+
+
+def main(model: str, data: str, folder: str, points: str, options: str) -> None:
+    torch.set_num_threads(1)
+    given = {"model": model, "data": [data], **json.loads(options)}
+    root = Path(folder)
+    # Once here, so that no child has to import and compile what it takes.
+    calibrate(output=root / "warm", progress=False, **given)
+    old, new = Trial(root / "old", {**given, "samples": 2}), Trial(root / "new", given)
+    for trial in (old, new):
+        assert trial.run(None, resume=False)[0] == 0
+    shutil.copytree(old.folder, root / "again")
+    status, count = Trial(root / "again", given).run(None, resume=False)
+    assert status == 0
+    chosen = json.loads(points)
+    kills = chosen if isinstance(chosen, list) else [[k] for k in range(0, count, chosen)]
+    wrong: dict[str, str] = {}
+    for number, turns in enumerate(kills):
+        shutil.copytree(old.folder, root / f"t{number}")
+        trial = Trial(root / f"t{number}", given)
+        message = check(trial, turns, old.contents(old.out), new.contents(new.out))
+        if message:
+            wrong[str(turns)] = message
+        else:
+            shutil.rmtree(trial.folder)
+    layers = len(new.layers("run"))
+    print(json.dumps({"points": count, "tried": len(kills), "layers": layers, "wrong": wrong}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
