@@ -7,6 +7,7 @@ with `quantkit.numerics` alone. KV scales are made up: small enough that some ke
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,11 @@ BLOCK = Scheme(
     QuantSpec(Granularity.BLOCK, block_shape=(128, 128)),
     inputs=QuantSpec(Granularity.GROUP, group_size=128, dynamic=True),
 )
-SCHEMES = {"dynamic": DYNAMIC, "static": STATIC, "block": BLOCK}
+NATIVE = Scheme(QuantSpec(Granularity.CHANNEL, format="e3m4"), native=True)
+SCHEMES = {"dynamic": DYNAMIC, "static": STATIC, "block": BLOCK, "native": NATIVE}
+
+OUTLIERS = {"q_proj": [3, 0], "v_proj": [5], "up_proj": [1, 2], "down_proj": [7]}
+"""Input channels that a native checkpoint keeps beside the codes, by module."""
 
 ODD = {
     **tiny.LLAMA,
@@ -152,7 +157,7 @@ def quantize_folder(
         writer.add(name, tensor)
     writer.finish()
     kv_spec = None if kv == "none" else QuantSpec(KV_GRANULARITIES[kv])
-    written = Scheme(scheme.weights, scheme.inputs, kv_spec, ignored)
+    written = replace(scheme, kv=kv_spec, ignore=ignored)
     write_json(target / "config.json", {**config, "quantization_config": written.to_config()})
     return target
 
@@ -176,12 +181,18 @@ def reference_model(checkpoint: Path) -> Any:
 
 def _quantized(module: str, weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     spec = scheme.weights
+    outliers = sorted(OUTLIERS.get(module.split(".")[-1], [])) if scheme.native else []
+    exact = weight[:, outliers].bfloat16()
+    weight = weight.index_fill(1, torch.tensor(outliers, dtype=torch.int64), 0.0)
     tile = spec.tile(*weight.shape)
     grid = amax_to_scale(tile_amax(weight, tile), spec.fmt)
     tensors = {
         f"{module}.weight": quantize(weight, grid, spec.fmt, tile),
         f"{module}.weight_scale": grid.reshape(spec.scale_shape(*weight.shape)),
     }
+    if outliers:
+        tensors[f"{module}.outlier_columns"] = torch.tensor(outliers, dtype=torch.int32)
+        tensors[f"{module}.outlier_weight"] = exact
     if scheme.inputs is not None and not scheme.inputs.dynamic:
         tensors[f"{module}.input_scale"] = torch.tensor([0.0625])
     return tensors

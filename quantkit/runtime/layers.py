@@ -17,7 +17,7 @@ from quantkit import dense_ops, ops
 from quantkit.checkpoint import QuantizedWeight
 from quantkit.decoder_ops import StepLinear
 from quantkit.errors import CheckpointError
-from quantkit.numerics import amax_to_scale, fake_quantize, tile_amax
+from quantkit.numerics import Format, amax_to_scale, decode, fake_quantize, tile_amax
 from quantkit.scheme import QuantSpec
 
 
@@ -60,6 +60,42 @@ class InputQuantizer:
 
 
 @dataclass(frozen=True, slots=True)
+class OutlierColumns:
+    """Input channels whose weights are not in the codes, which are 0 there.
+
+    Shapes: numbers int64 [n]; weight [out_features, n], a float dtype.
+    """
+
+    numbers: Tensor
+    weight: Tensor
+
+    @classmethod
+    def stack(cls, weights: Sequence[QuantizedWeight]) -> OutlierColumns | None:
+        """Stack by rows; a layer whose codes hold a channel that others keep apart adds 0 there."""
+        pairs = [(w.columns, w.exact) for w in weights]
+        chosen = {int(number) for columns, _ in pairs if columns is not None for number in columns}
+        if not chosen:
+            return None
+        numbers = torch.tensor(sorted(chosen))
+        parts = []
+        for (columns, exact), weight in zip(pairs, weights, strict=True):
+            part = torch.zeros(weight.codes.shape[0], len(numbers), dtype=torch.bfloat16)
+            if columns is not None and exact is not None:
+                part[:, torch.searchsorted(numbers, columns.long())] = exact.to(part.dtype)
+            parts.append(part)
+        return cls(numbers, torch.cat(parts))
+
+    def to(self, device: torch.device) -> OutlierColumns:
+        """Return the same columns on another device."""
+        return OutlierColumns(self.numbers.to(device), self.weight.to(device))
+
+    def add_to(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return `y + x[:, numbers] @ weight.T`, added in float32, rounded to y's dtype."""
+        chosen = x.index_select(1, self.numbers).float()
+        return torch.addmm(y.float(), chosen, self.weight.float().T).to(y.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class Fp8Linear:
     """`y = x @ (codes * scale).T + bias`, the weight decoded inside the kernel.
 
@@ -72,6 +108,7 @@ class Fp8Linear:
     group_size: int
     bias: Tensor | None = None
     inputs: InputQuantizer | None = None
+    outliers: OutlierColumns | None = None
 
     @classmethod
     def stack(cls, weights: Sequence[QuantizedWeight], inputs: QuantSpec | None) -> Fp8Linear:
@@ -82,12 +119,19 @@ class Fp8Linear:
         scales, group_sizes = zip(*(weight.row_scales() for weight in weights), strict=True)
         if len(set(group_sizes)) > 1:
             raise CheckpointError(f"layers with group sizes {group_sizes} cannot be stacked")
+        formats = {weight.spec.format for weight in weights}
+        if len(formats) > 1:
+            raise CheckpointError(
+                f"layers that read the same input have the formats {', '.join(sorted(formats))}; "
+                "they must agree"
+            )
         return cls(
             codes=_stack_rows([weight.codes for weight in weights]),
             scale=_stack_rows(scales),
             group_size=group_sizes[0],
             bias=_stack_biases(weights),
             inputs=_input_quantizer(weights, inputs),
+            outliers=OutlierColumns.stack(weights),
         )
 
     def to(self, device: torch.device) -> Fp8Linear:
@@ -96,25 +140,29 @@ class Fp8Linear:
         inputs = self.inputs
         if inputs is not None and inputs.scale is not None:
             inputs = InputQuantizer(inputs.spec, inputs.scale.to(device))
+        outliers = None if self.outliers is None else self.outliers.to(device)
         codes, scale = self.codes.to(device), self.scale.to(device)
-        return Fp8Linear(codes, scale, self.group_size, bias, inputs)
+        return Fp8Linear(codes, scale, self.group_size, bias, inputs, outliers)
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return y. Shapes: [num_tokens, in_features] -> [num_tokens, out_features]."""
         x = x if self.inputs is None else self.inputs(x)
         y = ops.fp8_linear(x, self.codes, self.scale, self.bias, self.group_size)
-        return y.to(dtype or x.dtype)
+        y = y.to(dtype or x.dtype)
+        return y if self.outliers is None else self.outliers.add_to(y, x)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """Return act(gate) * up, the first half of the rows being gate."""
+        if self.outliers is not None:
+            return ops.gate(self(x, torch.float32), activation).to(x.dtype)
         x = x if self.inputs is None else self.inputs(x)
         return ops.fp8_gated_linear(
             x, self.codes, self.scale, self.bias, self.group_size, activation
         )
 
     def for_step(self) -> StepLinear | None:
-        """Return the layer for `decoder_step`; None if it quantizes its inputs."""
-        if self.inputs is not None:
+        """Return the layer for `decoder_step`; None if it has more to do than the kernel can."""
+        if self.inputs is not None or self.outliers is not None:
             return None
         return StepLinear(self.codes, self.scale, self.bias, self.group_size)
 
@@ -155,24 +203,25 @@ class GatedMlp:
         return self.down(self.gate_up.gated(x, self.activation))
 
 
-def check_codes(name: str, codes: Tensor) -> None:
-    """Raise CheckpointError if any E4M3 code of tensor `name` is NaN (0x7f or 0xff)."""
-    if codes.dtype != torch.float8_e4m3fn:
-        return
+def check_codes(name: str, codes: Tensor, fmt: Format) -> None:
+    """Raise CheckpointError if any code of tensor `name` is NaN or infinite."""
+    values = torch.arange(256, dtype=torch.uint8).view(fmt.dtype)
+    special = ~decode(values, fmt).isfinite()
+    lowest = int(special.nonzero()[0])  # in every format, all magnitudes from some code on
     magnitude = codes.view(torch.uint8) & 0x7F
-    if magnitude.numel() and int(magnitude.max()) == 0x7F:
-        row, column = (int(i) for i in (magnitude == 0x7F).nonzero()[0])
+    if magnitude.numel() and int(magnitude.max()) >= lowest:
+        row, column = (int(i) for i in (magnitude >= lowest).nonzero()[0])
+        kind = "a NaN" if fmt.name == "e4m3" else "a NaN or infinity"
         raise CheckpointError(
-            f"{name} has a NaN at [{row}, {column}]; the file is damaged, quantize the model again"
+            f"{name} has {kind} at [{row}, {column}]; the file is damaged, quantize the model again"
         )
 
 
 def _stack_rows(parts: Sequence[Tensor]) -> Tensor:
     if len(parts) == 1:
         return parts[0]
-    dtype = parts[0].dtype
-    if dtype.itemsize == 1:  # torch.cat knows no 8-bit floats
-        return torch.cat([part.view(torch.uint8) for part in parts]).view(dtype)
+    if parts[0].dtype.itemsize == 1:  # torch.cat knows no 8-bit floats
+        return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
     return torch.cat(list(parts))
 
 

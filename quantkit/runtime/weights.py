@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint import Checkpoint, QuantizedWeight
+from quantkit.checkpoint import OUTLIER_COLUMNS, OUTLIER_WEIGHT, Checkpoint, QuantizedWeight
 from quantkit.errors import CheckpointError
 from quantkit.runtime.kv_cache import Scales
 from quantkit.runtime.layers import DenseLinear, Fp8Linear, Linear, check_codes
@@ -108,8 +108,9 @@ class WeightReader:
         name, bias_name = f"{module}.weight", f"{module}.bias"
         self._check_shape(name, shape)
         weight = self.checkpoint.weight(module)
-        check_codes(name, weight.codes)
+        check_codes(name, weight.codes, weight.spec.fmt)
         self._used.add(name)
+        self._used |= {f"{module}.{leaf}" for leaf in (OUTLIER_COLUMNS, OUTLIER_WEIGHT)}
         if bias:
             if weight.bias is None:
                 raise CheckpointError(f"{self.checkpoint.path} has no {bias_name}, which it needs")

@@ -69,7 +69,7 @@ def test_logits_equal_transformers(make: Make, family: str) -> None:
     torch.testing.assert_close(cached.view_as(expected), expected, rtol=0, atol=FLOAT32)
 
 
-@pytest.mark.parametrize("scheme", ["static", "block"])
+@pytest.mark.parametrize("scheme", ["static", "block", "native"])
 @pytest.mark.parametrize("family", ["llama", "llama-odd", "llama-wide-block", "qwen2"])
 @torch.inference_mode()
 def test_logits_equal_transformers_for_every_weight_granularity(
@@ -93,6 +93,13 @@ def test_greedy_tokens_equal_transformers(make: Make, family: str) -> None:
         new = engine.forward(new, [0], [len(new)], cache).argmax(dim=1)
         tokens.append(int(new))
     assert tokens == expected[0].tolist()
+
+
+def test_native_checkpoints_decode_like_they_prefill(make: Make) -> None:
+    engine = load_engine(make("llama", "native"))
+    ids = tiny.random_ids(30)
+    stepwise = run(engine, ids, engine.new_cache(1, 30), 1)
+    torch.testing.assert_close(stepwise, engine.logits(ids[None])[0], rtol=0, atol=FLOAT32)
 
 
 @SOME_FAMILIES

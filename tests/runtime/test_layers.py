@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quantkit.checkpoint import QuantizedWeight
 from quantkit.errors import CheckpointError
-from quantkit.numerics import E4M3, amax_to_scale, fake_quantize, quantize, tile_amax
+from quantkit.numerics import E3M4, E4M3, amax_to_scale, fake_quantize, quantize, tile_amax
 from quantkit.runtime.layers import DenseLinear, Fp8Linear, GatedMlp, InputQuantizer, check_codes
 from quantkit.scheme import Granularity, QuantSpec
 
@@ -132,10 +132,18 @@ def test_dynamic_input_quantization_is_within_half_a_step(kind: str) -> None:
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
 def test_a_nan_code_is_named_with_its_place(code: int) -> None:
     codes = torch.full((3, 5), 0x7E, dtype=torch.uint8)
-    check_codes("layer.weight", codes.view(torch.float8_e4m3fn))
+    check_codes("layer.weight", codes.view(torch.float8_e4m3fn), E4M3)
     codes[2, 4] = code
     with pytest.raises(CheckpointError, match=r"layer\.weight has a NaN at \[2, 4\]"):
-        check_codes("layer.weight", codes.view(torch.float8_e4m3fn))
+        check_codes("layer.weight", codes.view(torch.float8_e4m3fn), E4M3)
+
+
+def test_infinite_codes_are_damage_too() -> None:
+    codes = torch.full((3, 5), 0x6F, dtype=torch.uint8)
+    check_codes("layer.weight", codes, E3M4)
+    codes[1, 0] = 0x70
+    with pytest.raises(CheckpointError, match=r"has a NaN or infinity at \[1, 0\]"):
+        check_codes("layer.weight", codes, E3M4)
 
 
 def test_a_single_layer_is_not_copied() -> None:
