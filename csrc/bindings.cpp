@@ -16,4 +16,5 @@ STABLE_TORCH_LIBRARY_IMPL(quantkit, CPU, library) {
   library.impl("rotary", TORCH_BOX(&quantkit::rotary));
   library.impl("kv_append", TORCH_BOX(&quantkit::kv_append));
   library.impl("paged_attention", TORCH_BOX(&quantkit::paged_attention));
+  library.impl("read_memory", TORCH_BOX(&quantkit::read_memory));
 }

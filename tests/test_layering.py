@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SHARED = ("errors", "numerics", "scheme", "staging", "tensor_file", "shards", "checkpoint")
-OPS = ("extension", "op_checks", "ops", "dense_ops", "attention_ops", "decoder_ops")
+OPS = ("extension", "op_checks", "ops", "dense_ops", "attention_ops", "decoder_ops", "probe_ops")
 RUNTIME = ("errors", "numerics", "scheme", "shards", "checkpoint", *OPS, "runtime")
 EVERYTHING = (
     *SHARED,
@@ -24,6 +24,7 @@ EVERYTHING = (
     "export",
     "evaluate",
     "inspection",
+    "bench",
     "cli",
 )
 
@@ -44,11 +45,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "dense_ops": ("errors", "numerics", *OPS),
     "attention_ops": ("errors", "numerics", *OPS),
     "decoder_ops": ("errors", "numerics", *OPS),
+    "probe_ops": OPS,
     "runtime": RUNTIME,
     "speculative": (*RUNTIME, "speculative"),
     "export": (*SHARED, "calibrate", *OPS, "runtime", "export"),
     "evaluate": (*SHARED, "calibrate", *OPS, "runtime", "evaluate"),
     "inspection": ("errors", "shards", "staging", "inspection"),
+    "bench": (*SHARED, "calibrate", *OPS, "runtime", "bench"),
     "cli": (*EVERYTHING, "__init__"),
     "__main__": ("cli",),
     "__init__": EVERYTHING,  # lazily, see the test of what importing loads

@@ -57,4 +57,6 @@ torch::stable::Tensor decoder_step(
     torch::stable::Tensor query_starts, int64_t heads, int64_t kv_heads, double eps,
     double softmax_scale, std::string activation);
 
+torch::stable::Tensor read_memory(torch::stable::Tensor x);
+
 }  // namespace quantkit
