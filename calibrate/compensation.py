@@ -100,8 +100,8 @@ def compensate(
 ) -> Compensated:
     """Quantize `weight` with the given scales so that `tr((W - Q) H (W - Q)^T)` becomes small.
 
-    sweeps of coordinate descent may follow the feedback. A column without energy is rounded
-    plainly, and so is everything where H is singular in spite of damping.
+    sweeps of coordinate descent may follow the feedback. Zeros stay zero. A column without energy
+    is rounded plainly, and so is everything where H is singular in spite of damping.
 
     Shapes: weight [N, K], stacked by rows where several share inputs; scale one a tile. Raises
     CalibrationError where the shapes do not fit or the weight is not finite.
@@ -188,6 +188,7 @@ def _feed_back(
     `first_exact` on, bfloat16 values.
     """
     steps, error = torch.empty_like(target), torch.zeros_like(target)
+    zeros = _zeros(target)
     for start in range(0, target.shape[0], BLOCK_COLUMNS):
         block = slice(start, start + BLOCK_COLUMNS)
         aims = torch.addmm(target[block], factor[block, :start], error[:start])
@@ -196,6 +197,8 @@ def _feed_back(
             if k > start:
                 aim = torch.addmv(aim, error[start:k].t(), factor[k, start:k])
             steps[k] = round_to_format(aim / scale, fmt) if k < first_exact else aim.bfloat16()
+            if zeros is not None:
+                steps[k].masked_fill_(zeros[k], 0.0)
             torch.addcmul(target[k], steps[k], scale, value=-1, out=error[k])
     return steps
 
@@ -208,7 +211,7 @@ def _descend(
     The error is a parabola in each code, so the code nearest to its minimum is the best one; no
     step makes the error larger. Shapes as for `_feed_back`; moments [K, K].
     """
-    error = target - steps * scales
+    error, zeros = target - steps * scales, _zeros(target)
     for start in range(0, target.shape[0], BLOCK_COLUMNS):
         block = slice(start, start + BLOCK_COLUMNS)
         slopes = moments[block] @ error
@@ -222,8 +225,19 @@ def _descend(
             before = steps[k] * scale
             aim = (before + slope / row[k]) / scale
             steps[k] = round_to_format(aim, fmt) if k < first_exact else aim.bfloat16()
+            if zeros is not None:
+                steps[k].masked_fill_(zeros[k], 0.0)
             torch.addcmul(before, steps[k], scale, value=-1, out=moved[k - start])
         error[block] += moved
+
+
+def _zeros(target: Tensor) -> Tensor | None:
+    """Return where the weight is zero; None where it nowhere is.
+
+    Zeros are padding or pruned: they stay, and make up for nothing.
+    """
+    is_zero = target == 0
+    return is_zero if is_zero.any() else None
 
 
 def round_to_format(x: Tensor, fmt: Format) -> Tensor:

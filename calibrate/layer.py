@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,16 @@ from quantkit.calibrate.quantized_layer import (
 )
 from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.report import LayerReport, ModuleReport
+from quantkit.calibrate.smoothed_layer import (
+    InputCollector,
+    InputStatistics,
+    SampledError,
+    smooth_layer,
+)
 
+SMOOTHING = "smoothing"
+SAMPLED_TOKENS = 512
+"""On which smoothing factors are tried."""
 TOP_CHANNELS = 8
 """Input channels that the report names."""
 
@@ -48,13 +57,24 @@ def calibrate_layer(
     quantized. Raises CalibrationError when a scale could not be fixed.
     """
     name = model.skeleton.disk_name(model.skeleton.layer_names[number])
-    first_original, moments = _observe(model, number, batches, recipe, modules)
-    linears = quantize_weights(model.skeleton, modules, recipe.weights, recipe.tiers, moments)
+    first_original, moments, statistics = _observe(model, number, batches, recipe, modules)
+    smoothed = _smooth(model, number, batches, recipe, statistics, moments)
+    linears = quantize_weights(
+        model.skeleton, modules, recipe.weights, recipe.tiers, moments, smoothed.changed
+    )
     _fix_input_scales(model, number, batches, recipe, modules, linears, moments)
     report = LayerReport(
-        name, [_module_report(linear, moments.get(key)) for key, linear in linears.items()]
+        name,
+        [
+            _module_report(linear, moments.get(key), key in smoothed.gain_db)
+            for key, linear in linears.items()
+        ],
+        smoothing=smoothed.lines,
     )
     tensors = {
+        model.skeleton.source_name(parameter) or parameter: tensor
+        for parameter, tensor in smoothed.tensors.items()
+    } | {
         f"{linear.name}.{leaf}": tensor
         for linear in linears.values()
         for leaf, tensor in linear.tensors().items()
@@ -78,20 +98,80 @@ def _observe(
     batches: Sequence[Batch],
     recipe: Recipe,
     modules: Mapping[str, nn.Linear],
-) -> tuple[list[Tensor], dict[str, InputMoments]]:
-    """Run the layer as it is; return its output for the first batch, and its inputs' moments.
+) -> tuple[list[Tensor], dict[str, InputMoments], InputStatistics | None]:
+    """Run the layer as it is; return its output for the first batch, and what its inputs are.
 
     Inputs are those that the quantized layers before produce. They do not pass through the 8-bit
     format here: its rounding is independent of them, adds 0.1 % to the diagonal of the moments,
     and takes as long as the layer itself.
     """
     if not recipe.tiers.needs_data:
-        return [output for _, output in model.run(number, batches[:1])], {}
-    observers = MomentObservers(modules)
+        return [output for _, output in model.run(number, batches[:1])], {}, None
+    observers, collector = MomentObservers(modules), None
+    if recipe.tiers.smoothing:
+        prefix = f"{model.skeleton.layer_names[number]}."
+        relative = {name.removeprefix(prefix): module for name, module in modules.items()}
+        collector = InputCollector(relative, max(16, SAMPLED_TOKENS // max(len(batches), 1)))
     first: list[Tensor] = []
     for _, output in model.run(number, batches):
         first = first or [output]
-    return first, observers.finish()
+    return first, observers.finish(), collector.finish() if collector else None
+
+
+@dataclass(slots=True)
+class _Smoothed:
+    """What smoothing did to the layer, by full names.
+
+    changed: modules whose weights are not the source's any more. tensors: all changed parameters.
+    gain_db: by target module. lines: for the report, one a pair.
+    """
+
+    changed: set[str] = field(default_factory=set)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    gain_db: dict[str, float] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+
+
+def _smooth(
+    model: LayerwiseModel,
+    number: int,
+    batches: Sequence[Batch],
+    recipe: Recipe,
+    statistics: InputStatistics | None,
+    moments: Mapping[str, InputMoments],
+) -> _Smoothed:
+    """Fold factors into the layer where that helps, and account for them in the moments."""
+    found = _Smoothed()
+    if statistics is None or not batches:
+        return found
+    layer = model.skeleton.layers[number]
+    result = smooth_layer(
+        layer,
+        model.skeleton.model.config,
+        lambda: model.output_of_few(number, batches[0]),
+        statistics,
+        SampledError(layer, statistics, recipe.weights, recipe.inputs),
+        power_of_two=False,
+        norms_only=recipe.inputs is not None and not recipe.inputs.dynamic,
+    )
+    prefix = f"{model.skeleton.layer_names[number]}."
+    for parameter in result.changed:
+        found.changed.add(f"{prefix}{parameter}".rpartition(".")[0])
+        found.tensors[f"{prefix}{parameter}"] = layer.get_parameter(parameter).data
+    divided: set[int] = set()
+    for target, factors in result.input_factors.items():
+        known = moments[f"{prefix}{target}"]
+        if id(known) not in divided:  # siblings share one
+            divided.add(id(known))
+            known.divide(factors)
+    for applied in result.applied:
+        found.gain_db.update(
+            dict.fromkeys((f"{prefix}{t}" for t in applied.pair.targets), applied.gain_db)
+        )
+        method, alpha = applied.strength
+        found.lines.append(f"{applied.pair.name}: {method} {alpha}, {applied.gain_db:.2f} dB")
+    found.lines += [f"{skipped.name}: skipped, {skipped.reason}" for skipped in result.skipped]
+    return found
 
 
 def _fix_input_scales(
@@ -143,12 +223,14 @@ def _move(
     return first_sqnr if first_sqnr is not None else 0.0
 
 
-def _module_report(linear: QuantizedLinear, moments: InputMoments | None) -> ModuleReport:
+def _module_report(
+    linear: QuantizedLinear, moments: InputMoments | None, is_smoothed: bool
+) -> ModuleReport:
     rows, columns = linear.codes.shape
     report = ModuleReport(
         name=linear.name,
         shape=(rows, columns),
-        tiers=linear.tiers,
+        tiers=((SMOOTHING, *linear.tiers) if is_smoothed else linear.tiers),
         format=linear.spec.format,
         weight_sqnr_db=linear.weight_sqnr_db,
         plain_output_sqnr_db=linear.plain_output_sqnr_db,

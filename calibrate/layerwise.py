@@ -27,6 +27,8 @@ from quantkit.calibrate.kv_scales import KvObserver, observing_cache
 from quantkit.calibrate.skeleton import Skeleton
 from quantkit.errors import UnsupportedError
 
+FEW_TOKENS = 16
+
 
 @dataclass(slots=True)
 class Call:
@@ -97,6 +99,7 @@ class LayerwiseModel:
         # transformers is renaming the argument.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._shared: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._few: Batch | None = None
         self._output_size: int | None = None  # of a layer's tuple; None for a bare tensor
 
     @torch.no_grad()
@@ -109,7 +112,15 @@ class LayerwiseModel:
         skeleton.load(skeleton.layer_names[0])
         with skeleton.visit(""):
             self._output_size = self._probe(batches[0][:1, :2])
+            self._few = self._record(batches[0][:1, :FEW_TOKENS], self._output_size)
             return [self._record(ids, self._output_size) for ids in batches]
+
+    def output_of_few(self, number: int, batch: Batch) -> Tensor:
+        """Return layer `number`'s output for a few tokens of a batch: a cheap test of a change."""
+        if self._few is None:
+            raise ValueError("no batch was prepared")
+        few = self._few.hidden.shape[1]
+        return self.output(number, self._few, batch.hidden[:1, :few])
 
     @torch.no_grad()
     def run(

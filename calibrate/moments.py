@@ -64,6 +64,13 @@ class InputMoments:
             self.num_tokens += rows.shape[0]
             self.num_held_out += rows.shape[0] if is_held_out else 0
 
+    def divide(self, factors: Tensor) -> None:
+        """Account for inputs that are divided by `factors` from now on. Shapes: [K]."""
+        for moments in (self.fit, self.held_out):
+            moments.div_(factors).div_(factors.unsqueeze(1))
+        self.amax = self.amax / factors
+        self.sum_abs = self.sum_abs / factors
+
     @property
     def judge(self) -> Tensor:
         """The moments to judge by: those held out, or all there are when nothing could be."""

@@ -41,7 +41,11 @@ class CheckpointOutput:
         self.skip(prefix)
         for name in sorted(taken | set(calibrated)):
             found = calibrated.get(name)
-            self._writer.add(name, self._copy(name) if found is None else found)
+            if found is None:
+                found = self._cast(name, self._source.tensor(name), self._dtype)
+            elif name in taken and found.dtype.itemsize > 1:  # smoothed, not quantized
+                found = self._cast(name, found, self._dtype or self._source.dtype(name))
+            self._writer.add(name, found)
 
     def skip(self, prefix: str) -> None:
         """Pass over the tensors below `prefix`: an earlier process has written them."""
@@ -55,14 +59,13 @@ class CheckpointOutput:
         """Complete the shards and write the index; return the bytes of all tensors."""
         return self._writer.finish()
 
-    def _copy(self, name: str) -> Tensor:
-        tensor = self._source.tensor(name)
-        if self._dtype is None or not tensor.is_floating_point():
+    def _cast(self, name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+        if dtype is None or not tensor.is_floating_point():
             return tensor
-        cast = tensor.to(self._dtype)
+        cast = tensor.to(dtype)
         if not bool(cast.isfinite().all()):
             raise SourceError(
-                f"tensor {name} reaches {tensor.abs().max().item():g}, which {self._dtype} cannot "
+                f"tensor {name} reaches {tensor.abs().max().item():g}, which {dtype} cannot "
                 "hold; choose --dtype bfloat16 or auto"
             )
         return cast

@@ -159,7 +159,7 @@ def calibrate(
             moving = layerwise.prepare(batches) if batches else []
             if journal.prelude is None:
                 report.sensitivity = _measure_sensitivity(
-                    plan, layerwise, batches, moving, seed, progress
+                    plan, layerwise, batches, moving, progress
                 )
                 if report.sensitivity is not None:
                     journal.set_prelude(asdict(report.sensitivity))
@@ -235,7 +235,6 @@ def _measure_sensitivity(
     model: LayerwiseModel,
     ids: Sequence[Tensor],
     batches: Sequence[Batch],
-    seed: int,
     progress: bool,
 ) -> Sensitivity | None:
     """Predict what each group of modules costs, where the recipe may keep some; by disk names."""
@@ -248,7 +247,7 @@ def _measure_sensitivity(
         if any(name.startswith(f"{layer}.") for layer in skeleton.layer_names)
     }
     probe = SensitivityProbe(model, modules, recipe.weights, recipe.inputs, not progress)
-    found = probe.measure(ids, batches, seed)
+    found = probe.measure(ids, batches)
     by_name = {skeleton.disk_name(name): kl for name, kl in found.predicted_kl.items()}
     return Sensitivity(by_name, found.num_tokens)
 

@@ -6,7 +6,7 @@ The module computes in the source's floating-point type on exactly representable
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, log10
 from typing import Any
@@ -81,17 +81,19 @@ def quantize_weights(
     spec: QuantSpec,
     tiers: Tiers = NO_TIERS,
     moments: Mapping[str, InputMoments] | None = None,
+    changed: Collection[str] = (),
 ) -> dict[str, QuantizedLinear]:
     """Quantize the given, loaded modules; their weights become the dequantized values.
 
-    `moments` of a module's inputs allow the tiers; a module without them is rounded plainly. With
+    `moments` of a module's inputs allow the tiers; a module without them is rounded plainly.
+    Weights of the modules in `changed` are not the source's any more. With
     one scale a tensor, members of a fused group (q/k/v, gate/up) share it, so that an engine which
     fuses them need not round again; members also share their format and exact columns. Raises
     CalibrationError for a scale that is not finite and positive.
     """
     found: dict[str, QuantizedLinear] = {}
     for names in _stacks(modules, spec):
-        weights = [_stored_weight(skeleton, name) for name in names]
+        weights = [_stored_weight(skeleton, name, name in changed) for name in names]
         known = (moments or {}).get(names[0])
         choice = choose_tiers(_stack(weights), known, spec, tiers)
         rows = [weight.shape[0] for weight in weights]
@@ -120,12 +122,15 @@ def _stack(weights: Sequence[Tensor]) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(list(weights))
 
 
-def _stored_weight(skeleton: Skeleton, name: str) -> Tensor:
-    """Return a weight in the source's own dtype: codes must not depend on the compute dtype."""
+def _stored_weight(skeleton: Skeleton, name: str, is_changed: bool) -> Tensor:
+    """Return a weight in the source's own dtype: codes must not depend on the compute dtype.
+
+    One that was changed after loading is only known as it is.
+    """
     weight = f"{name}.weight"
     stored = skeleton.source_name(weight)
     parameter: Tensor = skeleton.model.get_parameter(weight)
-    if stored is None or skeleton.source.dtype(stored) == parameter.dtype:
+    if is_changed or stored is None or skeleton.source.dtype(stored) == parameter.dtype:
         return parameter
     return skeleton.source.tensor(stored).to(parameter.device)
 

@@ -64,7 +64,7 @@ class LayerReport:
 
     `output_sqnr_db` compares what the layer adds to the residual stream with what the original
     layer adds to the same input, for the first batch; None if no data ran. `scales` holds the KV
-    scales by tensor name.
+    scales by tensor name. `smoothing`: what was done, or not and why, one line a pair.
     """
 
     name: str
@@ -72,6 +72,7 @@ class LayerReport:
     output_sqnr_db: float | None = None
     scales: dict[str, list[float]] = field(default_factory=dict)
     kv: KvReport | None = None
+    smoothing: list[str] = field(default_factory=list)
 
     def add_sensitivity(self, plan: Plan, number: int, sensitivity: Sensitivity | None) -> None:
         """List what layer `number` of the plan keeps, and what each group was predicted to cost."""
@@ -148,6 +149,7 @@ def _layer_json(layer: LayerReport) -> dict[str, Any]:
         "name": layer.name,
         "output_sqnr_db": _rounded(layer.output_sqnr_db),
         "scales": layer.scales,
+        "smoothing": layer.smoothing,
         "kv": layer.kv.to_json() if layer.kv else None,
         "modules": [_module_json(module) for module in layer.modules],
     }

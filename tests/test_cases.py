@@ -208,10 +208,11 @@ class TestB03Biases:
         assert agreement >= 0.95
 
 
+@pytest.mark.parametrize("tiers", ["none", None])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_b04_odd_dimensions(tmp_path: Path, run: Run, recipe: str) -> None:
+def test_b04_odd_dimensions(tmp_path: Path, run: Run, recipe: str, tiers: str | None) -> None:
     source = build(tmp_path / "model", **checkpoints.ODD)
-    out = run(source, recipe=recipe)
+    out = run(source, recipe=recipe, tiers=tiers, budget=0)
     before, checkpoint = tensors_of(source), open_checkpoint(out)
     spec = load_recipe(recipe).weights
     assert len(checkpoint.quantized) == 14
@@ -222,7 +223,9 @@ def test_b04_odd_dimensions(tmp_path: Path, run: Run, recipe: str) -> None:
         block = (-(-rows // 128), -(-columns // 128))
         assert stored.codes.shape == weight.shape
         assert stored.scale.shape == shapes.get(spec.granularity, block)
-        assert relative_error(weight, stored.dequantize()) <= CEILING
+        # Compensation moves errors to where they make up for each other: the weight loses.
+        ceiling = CEILING if tiers == "none" else 2 * CEILING
+        assert relative_error(weight, stored.dequantize()) <= ceiling
     assert_loads_everywhere(out)
     [completion] = load_fp8(out).generate_ids([tiny.random_ids(5).tolist()], max_new_tokens=8)
     assert 1 <= len(completion.ids) <= 8
@@ -381,15 +384,17 @@ class TestB15Zeros:
         for leaf in "qkv":
             tensors[f"model.layers.1.self_attn.{leaf}_proj.weight"][:, 5] = 0
 
+    @pytest.mark.parametrize("tiers", ["none", None])
     @pytest.mark.parametrize("recipe", RECIPES)
     def test_b15_zeros_stay_zero_and_neighbours_stay_as_they_were(
-        self, tmp_path: Path, run: Run, recipe: str
+        self, tmp_path: Path, run: Run, recipe: str, tiers: str | None
     ) -> None:
         sizes = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8}
         source = build(tmp_path / "model", dtype=torch.bfloat16, **sizes)
-        plain = open_checkpoint(run(source, "plain", recipe=recipe))
+        options = {"recipe": recipe, "tiers": tiers, "budget": 0}
+        plain = open_checkpoint(run(source, "plain", **options))
         edit(source, self.zero)
-        out = run(source, recipe=recipe)
+        out = run(source, **options)
         checkpoint, before = open_checkpoint(out), tensors_of(source)
         for module in checkpoint.quantized:
             stored, zeros = checkpoint.weight(module), before[f"{module}.weight"] == 0
@@ -398,13 +403,16 @@ class TestB15Zeros:
             # +0 for a zero, and exactly zero again. (A small weight may round to -0.)
             assert not codes[zeros].any()
             assert not stored.dequantize()[zeros].any()
-            if module not in (self.DOWN, self.UP):  # fp8-static: whose largest value is gone
+            if tiers is not None and module not in (
+                self.DOWN,
+                self.UP,
+            ):  # fp8-static: whose largest value is gone
                 same = plain.weight(module)
                 rows = stored.scale.flatten() == same.scale.flatten()
                 assert bool(rows.float().mean() > 0.9)
-        assert (plain.weight(self.QUERY).codes.view(torch.uint8)[:, :5]).equal(
-            checkpoint.weight(self.QUERY).codes.view(torch.uint8)[:, :5]
-        )
+        if tiers is not None:  # with tiers, other inputs give other codes
+            codes_of = [c.weight(self.QUERY).codes.view(torch.uint8) for c in (plain, checkpoint)]
+            assert codes_of[0][:, :5].equal(codes_of[1][:, :5])
         assert_loads_everywhere(out)
 
     def test_b15_channels_beside_a_zero_row_keep_their_codes(
@@ -481,7 +489,7 @@ class TestB18Data:
             run(tiny_llama, data=[str(data)])
 
     def test_b18_f_weights_alone_need_no_data(self, tiny_llama: Path, run: Run) -> None:
-        out = run(tiny_llama, kv="none", data=["/not/read.txt"])
+        out = run(tiny_llama, kv="none", tiers="none", data=["/not/read.txt"])
         assert json.loads((out / "quantkit.json").read_text())["data"] is None
         assert_loads_everywhere(out)
 
@@ -533,7 +541,7 @@ def test_b23_weights_at_and_beyond_the_range_saturate(
     """With one scale for a fused group, the largest weight lands on 448 exactly or just below."""
     folder = copy(tiny_llama, tmp_path / "model")
     edit(folder, lambda t: t["model.layers.0.self_attn.k_proj.weight"][0].mul_(1000))
-    checkpoint = open_checkpoint(run(folder, recipe="fp8-static"))
+    checkpoint = open_checkpoint(run(folder, recipe="fp8-static", tiers="none"))
     for module in checkpoint.quantized:
         codes = checkpoint.weight(module).codes.view(torch.uint8).numpy()
         values = np.abs(reference.float8_values("e4m3")[codes])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +28,7 @@ def calibrate(
         Path | None, typer.Option("-o", "--output", metavar="OUT", help="Folder to write.")
     ] = None,
     recipe: Annotated[
-        str, typer.Option(help="fp8-dynamic, fp8-static, fp8-block, or a FILE.toml.")
+        str, typer.Option(help="fp8-dynamic, fp8-static, fp8-block, fp8-accurate, or a FILE.toml.")
     ] = "fp8-dynamic",
     data: Annotated[
         list[str] | None,
@@ -51,9 +53,8 @@ def calibrate(
     tiers: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME,...",
-            help="Which of the recipe's tiers to use: range, compensation, smoothing, formats, "
-            "outliers, keep; none is plain rounding. [default: all that it has]",
+            help="none, or which of the recipe's tiers to use: range, compensation, smoothing, "
+            "formats, outliers, keep; with commas. [default: all of the recipe's]"
         ),
     ] = None,
     budget: Annotated[
@@ -94,6 +95,7 @@ def calibrate(
 ) -> None:
     """Quantize a causal language model to FP8, with scales for an FP8 KV cache."""
     quiet_transformers()
+    sys.unraisablehook = _keep_interrupt
     from quantkit.calibrate import calibrate as run
     from quantkit.calibrate.journal import Interrupted
 
@@ -129,6 +131,14 @@ def calibrate(
     else:
         write(str(report))
         write(_estimates(report.plan) if dry_run else _outcome(report))
+
+
+def _keep_interrupt(lost: sys.UnraisableHookArgs) -> None:
+    """Repeat a Ctrl-C that came while some object was being deleted, where Python drops it."""
+    if isinstance(lost.exc_value, KeyboardInterrupt):
+        _thread.interrupt_main()
+    else:
+        sys.__unraisablehook__(lost)
 
 
 def _estimates(plan: Plan) -> str:

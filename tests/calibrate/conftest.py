@@ -2,12 +2,13 @@
 
 `model_of(kind)`       source folder of a tiny random model, see `tests/calibrate/models.py`
 `calibrated(recipe)`   checkpoint folder of the tiny Llama after `calibrate` with that recipe
+`rounded(recipe)`      the same by plain rounding: without any tier
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -38,16 +39,21 @@ def calibrated(
 ) -> Callable[[str], Path]:
     folder = tmp_path_factory.mktemp("calibrated")
 
-    @cache
-    def run(recipe: str) -> Path:
-        calibrate(
-            tiny_llama,
-            folder / recipe,
-            recipe=recipe,
-            data=[str(calibration_file)],
-            samples=16,
-            progress=False,
-        )
-        return folder / recipe
+    return cache(partial(_calibrate, tiny_llama, calibration_file, folder))
 
-    return run
+
+@pytest.fixture(scope="session")
+def rounded(
+    tiny_llama: Path, calibration_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    folder = tmp_path_factory.mktemp("rounded")
+    return cache(partial(_calibrate, tiny_llama, calibration_file, folder, tiers="none"))
+
+
+def _calibrate(
+    model: Path, data: Path, folder: Path, recipe: str, tiers: str | None = None
+) -> Path:
+    out = folder / recipe
+    options = {"data": [str(data)], "samples": 16, "progress": False}
+    calibrate(model, out, recipe=recipe, tiers=tiers, **options)
+    return out

@@ -2,7 +2,8 @@
 
 A program, because it forks: `python -m tests.calibrate.killing MODEL DATA FOLDER POINTS OPTIONS`,
 where POINTS is a step, to try every so many-th point, or a list of trials in JSON, each a list of
-points: the first kill, the one during the resumed run, and so on. Prints one JSON object.
+points: the first kill, the one during the resumed run, and so on; below 0 counts from the end.
+Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -161,6 +162,7 @@ def main(model: str, data: str, folder: str, points: str, options: str) -> None:
     assert status == 0
     chosen = json.loads(points)
     kills = chosen if isinstance(chosen, list) else [[k] for k in range(0, count, chosen)]
+    kills = [[count + k if k < 0 else k for k in turns] for turns in kills]
     wrong: dict[str, str] = {}
     for number, turns in enumerate(kills):
         shutil.copytree(old.folder, root / f"t{number}")

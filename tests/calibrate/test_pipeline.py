@@ -61,10 +61,10 @@ def config_of(folder: Path) -> dict[str, Any]:
 class TestWhatIsWritten:
     @pytest.mark.parametrize("recipe", RECIPES)
     def test_loading_and_dequantizing_equals_fake_quantizing_the_source(
-        self, tiny_llama: Path, calibrated: Calibrated, recipe: str
+        self, tiny_llama: Path, rounded: Calibrated, recipe: str
     ) -> None:
-        source, plain = tensors_of(tiny_llama), read_checkpoint(calibrated(recipe))
-        checkpoint, spec = open_checkpoint(calibrated(recipe)), load_recipe(recipe).weights
+        source, plain = tensors_of(tiny_llama), read_checkpoint(rounded(recipe))
+        checkpoint, spec = open_checkpoint(rounded(recipe)), load_recipe(recipe).weights
         assert plain.keys() == source.keys()
         assert len(checkpoint.quantized) == 14
         for module in checkpoint.quantized:
@@ -75,10 +75,10 @@ class TestWhatIsWritten:
 
     @pytest.mark.parametrize("recipe", RECIPES)
     def test_codes_and_scales_equal_the_oracle(
-        self, tiny_llama: Path, calibrated: Calibrated, recipe: str
+        self, tiny_llama: Path, rounded: Calibrated, recipe: str
     ) -> None:
         source, spec = tensors_of(tiny_llama), load_recipe(recipe).weights
-        checkpoint = open_checkpoint(calibrated(recipe))
+        checkpoint = open_checkpoint(rounded(recipe))
         for module in checkpoint.quantized:
             stored = checkpoint.weight(module)
             weight = source[f"{module}.weight"].double().numpy()

@@ -107,7 +107,7 @@ class TestKill:
     def test_again_while_resuming_and_at_the_very_end(
         self, three_layers: Path, calibration_file: Path, tmp_path: Path
     ) -> None:
-        points = [[30, 5], [50, 30], [70, 12, 3], [88], [91], [93]]
+        points = [[30, 5], [50, 30], [70, 12, 3], [-7], [-4], [-2]]
         result = self.kill(three_layers, calibration_file, tmp_path, points, **OPTIONS)
         assert result["tried"] == len(points)
         assert result["wrong"] == {}
