@@ -138,6 +138,22 @@ def test_a_nan_code_is_named_with_its_place(code: int) -> None:
         check_codes("layer.weight", codes.view(torch.float8_e4m3fn), E4M3)
 
 
+@pytest.mark.parametrize("place", [0, 7, 8, 63, 64, 66])
+@pytest.mark.parametrize("shape", [(67, 1), (1, 67)])
+def test_a_nan_is_found_wherever_it_is(shape: tuple[int, int], place: int) -> None:
+    whole = torch.randint(0, 0x7F, (69,), dtype=torch.uint8)
+    whole[::2] |= 0x80
+    whole[whole == 0xFF] = 0
+    for offset in (0, 1):
+        codes = whole[offset : offset + 67].view(shape)
+        check_codes("w", codes.view(E4M3.dtype), E4M3)
+        before = int(codes.view(-1)[place])
+        codes.view(-1)[place] = 0xFF
+        with pytest.raises(CheckpointError, match=r"w has a NaN"):
+            check_codes("w", codes.view(E4M3.dtype), E4M3)
+        codes.view(-1)[place] = before
+
+
 def test_infinite_codes_are_damage_too() -> None:
     codes = torch.full((3, 5), 0x6F, dtype=torch.uint8)
     check_codes("layer.weight", codes, E3M4)
