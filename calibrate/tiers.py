@@ -22,7 +22,7 @@ class Tiers:
 
     range: bool = True  # scales that minimize the output error
     compensation: bool = True  # rounding that makes up for errors in other columns
-    smoothing: bool = True  # factors moved from inputs to weights, where that helps
+    smoothing: bool = False  # factors moved between modules; changes norms, biases and KV scales
     formats: tuple[str, ...] = ()  # tried beside weights.format, by module group
     outlier_columns: float = 0.0  # share of the input channels that may stay bfloat16
     # Bytes a weight, on average over the targets, up to which the most sensitive modules stay as
@@ -53,7 +53,7 @@ class Tiers:
         return not self.formats and not self.outlier_columns
 
 
-NO_TIERS = Tiers(range=False, compensation=False, smoothing=False)
+NO_TIERS = Tiers(range=False, compensation=False)
 
 
 TIER_FIELDS = {

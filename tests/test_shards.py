@@ -268,3 +268,60 @@ def test_a_failing_disk_is_one_error_with_path_and_bytes(tmp_path: Path) -> None
     assert "4000000 bytes" in result.stdout
     assert "too large" in result.stdout.lower()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("max_shard_bytes", [10**9, 300], ids=["one", "many"])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_flushing_does_not_change_the_bytes(
+    tmp_path: Path, max_shard_bytes: int, every: int
+) -> None:
+    tensors = some_tensors()
+    write(tmp_path / "a", tensors, max_shard_bytes)
+    (tmp_path / "b").mkdir()
+    writer = ShardWriter(tmp_path / "b", max_shard_bytes)
+    for number, (name, tensor) in enumerate(tensors.items()):
+        writer.add(name, tensor)
+        if number % every == 0:
+            writer.flush()
+    writer.finish()
+    files = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "b").iterdir())
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_another_writer_goes_on_from_the_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    tensors = some_tensors()
+    write(tmp_path / "a", tensors, 300)
+    for name in ("b", "work"):
+        (tmp_path / name).mkdir()
+    first = ShardWriter(tmp_path / "b", 300, work=tmp_path / "work")
+    items = list(tensors.items())
+    for name, tensor in items[:3]:
+        first.add(name, tensor)
+    pieces = first.flush()
+    first.add("lost", torch.zeros(3))
+    first.flush()  # and never recorded
+    second = ShardWriter(tmp_path / "b", 300, tmp_path / "work", pieces)
+    for name, tensor in items[3:]:
+        second.add(name, tensor)
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError(1, "no links")))
+    second.finish()
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+def test_a_missing_piece_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"piece-00000\.incomplete is missing"):
+        ShardWriter(tmp_path, num_pieces=1)
+
+
+def test_a_dtype_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path)
+    writer.add("z", torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(CheckpointError, match=r"tensor z is torch\.complex64"):
+        writer.finish()

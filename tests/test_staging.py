@@ -10,7 +10,14 @@ import pytest
 
 from quantkit import staging
 from quantkit.errors import CheckpointError
-from quantkit.staging import MARKER, StagedFolder, check_destination, check_free_space
+from quantkit.shards import read_json
+from quantkit.staging import (
+    MARKER,
+    StagedFolder,
+    check_destination,
+    check_free_space,
+    staged_file,
+)
 
 
 def produce(destination: Path, content: str) -> Path:
@@ -162,3 +169,92 @@ def test_too_little_space_is_said_with_both_numbers(
     check_free_space(tmp_path / "not" / "there" / "yet", 999)
     with pytest.raises(CheckpointError, match=r"needs 1,000 bytes and the disk has 999 free"):
         check_free_space(tmp_path / "out", 1000)
+
+
+def test_what_a_kill_between_the_two_renames_left_is_put_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    produce(tmp_path / "out", "1").rename(tmp_path / ".out.previous")
+    with StagedFolder(tmp_path / "out"):
+        assert (tmp_path / "out" / MARKER).read_text() == "1"
+    assert "is the earlier result again" in caplog.text
+    assert names(tmp_path) == ["out"]
+
+
+def test_what_a_kill_after_the_second_rename_left_is_removed(tmp_path: Path) -> None:
+    produce(tmp_path / "out", "1").rename(tmp_path / ".out.previous")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / MARKER).write_text("2")
+    with StagedFolder(tmp_path / "out"):
+        pass
+    assert names(tmp_path) == ["out"]
+    assert (tmp_path / "out" / MARKER).read_text() == "2"
+
+
+def test_opening_a_result_that_was_set_aside_says_where_it_is(tmp_path: Path) -> None:
+    produce(tmp_path / "out", "1").rename(tmp_path / ".out.previous")
+    with pytest.raises(CheckpointError, match=r"does not exist.*rename .*\.out\.previous"):
+        read_json(tmp_path / "out" / "config.json")
+
+
+def test_ctrl_c_in_a_commit_puts_the_previous_result_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = produce(tmp_path / "out", "1")
+    rename = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if self.name.endswith(".incomplete"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        produce(out, "2")
+    assert (out / MARKER).read_text() == "1"
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_destination_has_one_writer(tmp_path: Path) -> None:
+    with StagedFolder(tmp_path / "out") as stage:
+        (stage.path / "mine").write_text("x")
+        with pytest.raises(CheckpointError, match=rf"another process \({os.getpid()}\) is writing"):
+            produce(tmp_path / "out", "2")
+        produce(tmp_path / "other", "3")
+        assert names(stage.path) == ["mine"]
+    assert (produce(tmp_path / "out", "4") / MARKER).read_text() == "4"
+
+
+def test_the_lock_of_a_dead_process_means_nothing(tmp_path: Path) -> None:
+    (tmp_path / ".out.lock").write_text("1\n")
+    produce(tmp_path / "out", "1")
+    assert names(tmp_path) == ["out"]
+
+
+def test_parents_made_for_nothing_are_removed(tmp_path: Path) -> None:
+    with StagedFolder(tmp_path / "a" / "b" / "out"):
+        pass
+    assert names(tmp_path) == []
+
+
+def test_other_errors_of_the_operating_system_are_not_called_a_disks(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError), StagedFolder(tmp_path / "out"):
+        raise ConnectionError("the network")
+
+
+def test_a_staged_file_appears_complete_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+
+    def write_half() -> None:
+        with staged_file(path) as file:
+            file.write(b"half")
+            raise ValueError("boom")
+
+    with pytest.raises(ValueError, match="boom"):
+        write_half()
+    assert names(tmp_path) == []
+    with staged_file(path) as file:
+        file.write(b"all")
+        assert not path.exists()
+    assert path.read_bytes() == b"all"
+    assert names(tmp_path) == ["x"]

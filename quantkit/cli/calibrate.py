@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import json
 import sys
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -136,7 +137,10 @@ def calibrate(
 def _keep_interrupt(lost: sys.UnraisableHookArgs) -> None:
     """Repeat a Ctrl-C that came while some object was being deleted, where Python drops it."""
     if isinstance(lost.exc_value, KeyboardInterrupt):
-        _thread.interrupt_main()
+        # A moment later: one that came in here would be dropped as well.
+        repeat = threading.Timer(0.02, _thread.interrupt_main)
+        repeat.daemon = True
+        repeat.start()
     else:
         sys.__unraisablehook__(lost)
 

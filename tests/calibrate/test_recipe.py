@@ -165,7 +165,7 @@ def test_data_is_needed_only_where_something_is_measured(
 def test_tiers_are_switched_off_by_leaving_them_out() -> None:
     recipe = load_recipe("fp8-accurate")
     only = recipe.with_options(tiers="range, formats").tiers
-    assert only == Tiers(compensation=False, smoothing=False, formats=recipe.tiers.formats)
+    assert only == Tiers(compensation=False, formats=recipe.tiers.formats)
     assert recipe.with_options(budget=1.5).tiers.budget == 1.5
     assert not DYNAMIC.with_options(tiers="smoothing,keep").tiers.range
     with pytest.raises(RecipeError, match=r"unknown tier 'rang' .*'range'.*keep"):

@@ -24,7 +24,7 @@ SPECS = [
     QuantSpec(Granularity.TENSOR),
     QuantSpec(Granularity.BLOCK, block_shape=(16, 16)),
 ]
-BOTH = Tiers(smoothing=False)
+BOTH = Tiers()
 
 
 def random_weight(seed: int = 0) -> Tensor:
@@ -126,7 +126,7 @@ def test_outlier_columns_stay_beside_the_codes() -> None:
     assert chosen.exact.shape == (ROWS, len(chosen.columns))
     assert (chosen.codes.float()[:, chosen.columns] == 0).all()
     assert (
-        chosen.error.sum() < 0.5 * choose_tiers(weight, moments, CHANNEL, BOTH).chosen.error.sum()
+        chosen.error.sum() < 0.75 * choose_tiers(weight, moments, CHANNEL, BOTH).chosen.error.sum()
     )
 
 
