@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import QUANTKIT, assert_one_line_error, quantkit
+from tests.cli.command import QUANTKIT, SLOW_KERNELS, assert_one_line_error, quantkit
 
 PROMPT = "hello world the cat"
 
@@ -93,7 +93,7 @@ def test_a_reader_that_leaves_ends_it_quietly(tiny_checkpoint: Path) -> None:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
-        assert process.stderr.read() == b""
+        assert process.stderr.read().replace(SLOW_KERNELS.encode(), b"") == b""
     assert process.returncode == 141
 
 
@@ -110,5 +110,6 @@ def test_an_output_that_cannot_be_written_is_an_error(
         ["sh", "-c", command, "sh", *QUANTKIT, *arguments], capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert part in done.stderr.lower()
+    errors = done.stderr.replace(SLOW_KERNELS, "")
+    assert errors.count("\n") == 1
+    assert part in errors.lower()
