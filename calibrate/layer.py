@@ -238,6 +238,7 @@ def _module_report(
         outlier_ratio=linear.outlier_ratio,
         input_amax=linear.input_amax,
         num_clipped=linear.num_clipped,
+        zeroed_share=linear.zeroed_share,
         outlier_columns=0 if linear.columns is None else len(linear.columns),
         bytes=sum(tensor.nbytes for tensor in linear.tensors().values()),
     )

@@ -31,7 +31,7 @@ from quantkit.calibrate.progress import Phase
 from quantkit.calibrate.quantized_layer import quantize_weights
 from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.calibrate.records import from_json
-from quantkit.calibrate.report import LayerReport, Report
+from quantkit.calibrate.report import LayerReport, Report, zeroed_warnings
 from quantkit.calibrate.self_data import generate_samples
 from quantkit.calibrate.sensitivity import Sensitivity, SensitivityProbe, choose_kept
 from quantkit.calibrate.skeleton import Skeleton
@@ -170,7 +170,7 @@ def calibrate(
                 plan, layerwise, moving, output_tensors, journal, report.sensitivity, progress
             )
             flagged = kv_warnings({layer.name: layer.kv for layer in report.layers if layer.kv})
-            report.warn(flagged)
+            report.warn([*flagged, *zeroed_warnings(report.layers)])
             report.plan = replace(plan, target_bytes=output_tensors.finish())
             write_json(stage.path / "config.json", _config_json(report, source, DTYPES[dtype]))
             source.write_side_files(stage.path)

@@ -43,6 +43,7 @@ class QuantizedLinear:
     weight_sqnr_db: float
     outlier_ratio: float
     num_clipped: int
+    zeroed_share: float = 0.0  # of the weights that are not zero, how many became zero
     tiers: tuple[str, ...] = ()
     plain_output_sqnr_db: float | None = None
     output_sqnr_db: float | None = None
@@ -139,21 +140,28 @@ def _describe(name: str, weight: Tensor, choice: TierChoice) -> QuantizedLinear:
     chosen = choice.chosen
     row_amax = weight.abs().amax(dim=1).float()
     middle = row_amax.median().item()
-    has_data = chosen.judged_on_data
+    has_data, values = chosen.judged_on_data, chosen.values()
     return QuantizedLinear(
         name=name,
         spec=chosen.spec,
         codes=chosen.codes.cpu(),
         weight_scale=chosen.scale.reshape(chosen.spec.scale_shape(*weight.shape)).cpu(),
-        weight_sqnr_db=sqnr_db(weight, chosen.values()),
+        weight_sqnr_db=sqnr_db(weight, values),
         outlier_ratio=row_amax.max().item() / middle if middle > 0 else inf,
         num_clipped=int(chosen.num_clipped(weight).sum()),
+        zeroed_share=_zeroed_share(weight, values),
         tiers=chosen.tiers,
         plain_output_sqnr_db=_decibels(choice.signal, choice.plain.error) if has_data else None,
         output_sqnr_db=_decibels(choice.signal, chosen.error) if has_data else None,
         columns=chosen.columns,
         exact=chosen.exact,
     )
+
+
+def _zeroed_share(weight: Tensor, values: Tensor) -> float:
+    nonzero = weight != 0
+    count = int(nonzero.sum())
+    return int((nonzero & (values == 0)).sum()) / count if count else 0.0
 
 
 def _decibels(signal: Tensor, noise: Tensor) -> float:

@@ -24,6 +24,7 @@ from quantkit.scheme import fused_siblings
 logger = logging.getLogger("quantkit")
 
 RENDER_WIDTH = 100
+MAX_ZEROED_SHARE = 0.01
 KEEP = "keep"
 """The tier of a module that stays as it is, because the recipe's budget allows for it."""
 
@@ -37,7 +38,8 @@ class ModuleReport:
     `output_sqnr_db` of the module's output on held-out calibration tokens, and `plain_...` what
     plain rounding would have given. Ratios: largest / median row amax of the weight, and largest /
     median channel RMS of the input. top_input_channels: (channel, RMS), largest first.
-    predicted_kl: what plain rounding of the module's fused group adds to the divergence of the
+    zeroed_share: of the weights that are not zero, how many became zero. predicted_kl: what plain
+    rounding of the module's fused group adds to the divergence of the
     model's predictions, in nats a token. None is not known.
     """
 
@@ -53,6 +55,7 @@ class ModuleReport:
     input_amax: float | None = None
     top_input_channels: tuple[tuple[int, float], ...] = ()
     num_clipped: int = 0
+    zeroed_share: float = 0.0
     outlier_columns: int = 0
     bytes: int = 0
     predicted_kl: float | None = None
@@ -142,6 +145,26 @@ class Report:
     def __str__(self) -> str:
         """Return the table that the command line shows."""
         return render(_result_table(self) if self.layers else _plan_table(self.plan))
+
+
+def zeroed_warnings(layers: Iterable[LayerReport]) -> list[str]:
+    """Return one line a module of which more than 1 % of the weights became zero."""
+    lines = []
+    for module in (module for layer in layers for module in layer.modules):
+        if module.zeroed_share <= MAX_ZEROED_SHARE:
+            continue
+        effect = (
+            f"plain rounding of its group adds about {module.predicted_kl:.2g} nats a token to the "
+            "model's divergence"
+            if module.predicted_kl is not None
+            else "measure the effect with 'quantkit eval --reference'"
+        )
+        lines.append(
+            f"{module.name}: {module.zeroed_share:.1%} of its weights became zero, because one "
+            f"scale serves an outlier of {module.outlier_ratio or 0:.3g} times the median row; "
+            f"{effect}; a recipe with one scale a channel (fp8-dynamic) keeps them"
+        )
+    return lines
 
 
 def _layer_json(layer: LayerReport) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -440,6 +441,25 @@ def test_b17_one_enormous_weight_leaves_other_channels_alone(
     assert values[0, 0] == pytest.approx(6e4, rel=2**-4)  # half a step of 3 mantissa bits
     if recipe == "fp8-dynamic":
         assert relative_error(weight[1:], values[1:]) <= CEILING
+
+
+@pytest.mark.parametrize("tiers", ["none", None])
+def test_b17_a_recipe_that_zeroes_weights_says_where_and_how_many(
+    tiny_llama: Path, run: Run, tmp_path: Path, tiers: str | None
+) -> None:
+    name = "model.layers.0.mlp.up_proj"
+    folder = copy(tiny_llama, tmp_path / "model")
+    edit(folder, lambda t: t[f"{name}.weight"][0].__setitem__(0, 6e4))
+    out = run(folder, recipe="fp8-static", tiers=tiers, budget=0)
+    record = json.loads((out / "quantkit.json").read_text())
+    [line] = [line for line in record["warnings"] if line.startswith(f"{name}: ")]
+    assert re.search(r"(9\d|100)\.\d% of its weights became zero", line)
+    assert "quantkit eval" in line
+    [module] = [m for m in record["layers"][0]["modules"] if m["name"] == name]
+    assert module["outlier_ratio"] > 1e4
+    # Nobody else's weights are lost: its sibling shares the scale, and is named too.
+    others = {line.split(":")[0] for line in record["warnings"] if "became zero" in line}
+    assert others == {name, name.replace("up_proj", "gate_proj")}
 
 
 class TestB18Data:
