@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CalibrationError
-from quantkit.numerics import Format, Tile, decode, encode, expand_scale, quantize
+from quantkit.numerics import Format, Tile, decode, encode, expand_scale, quantize, round_to_format
 
 BLOCK_COLUMNS = 64
 """Columns that are rounded one by one between two matrix products."""
@@ -238,17 +238,3 @@ def _zeros(target: Tensor) -> Tensor | None:
     """
     is_zero = target == 0
     return is_zero if is_zero.any() else None
-
-
-def round_to_format(x: Tensor, fmt: Format) -> Tensor:
-    """Return the code values nearest to x, as `decode(encode(x))`, in fewer operations.
-
-    Shapes: any, float32. Finite or infinite values only.
-    """
-    x = x.clamp(-fmt.max, fmt.max)
-    # The power of two at or below |x|; below the smallest normal value the step is fixed.
-    power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
-    power.clamp_(min=2.0 ** (2 - 2 ** (fmt.exponent_bits - 1)))
-    # Adding a number of which the last bit is worth one step rounds to whole steps, ties to even.
-    power.mul_(1.5 * 2.0 ** (23 - fmt.mantissa_bits))
-    return x.add_(power).sub_(power)

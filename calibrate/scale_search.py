@@ -23,11 +23,11 @@ from quantkit.numerics import (
     Format,
     Tile,
     amax_to_scale,
-    fake_quantize,
+    round_to_format,
     tile_amax,
 )
 
-RATIOS: tuple[float, ...] = tuple(2.0 ** (step / 16) for step in range(-8, 17))
+RATIOS: tuple[float, ...] = tuple(2.0 ** (step / 12) for step in range(-6, 13))
 """Candidates, as multiples of amax / max: from clipping at 0.71 amax to an octave above it."""
 
 
@@ -53,26 +53,22 @@ def search_scale(
     tile: Tile,
     *,
     ratios: Sequence[float] = RATIOS,
-    finalists: int = 0,
 ) -> SearchedScale:
     """Choose each tile's scale among `amax * ratio / fmt.max` by weighted squared error.
 
     The error of a tile is `sum_nk H_kk (W_nk - W'_nk)^2`, where W' is W rounded with the scale and
-    H = E[x x^T] are the inputs' second moments. With a full H and finalists > 0, that many best
-    candidates are ranked again by `e H e^T`, e a row of W - W' within the tile: what plain rounding
-    does to the output. A tie goes to the scale from amax, which is always a candidate.
+    H = E[x x^T] are the inputs' second moments (or what compensation leaves of them). A tie goes to
+    the scale from amax, which is always a candidate.
 
     Shapes: weight [N, K]; moments [K, K], its diagonal [K], or None for an unweighted error. With
     one scale for several fused weights, pass them stacked by rows.
     Raises CalibrationError for moments of another shape, or ratios that are not positive.
     """
-    diagonal, full = _split_moments(moments, weight, finalists)
+    importance = _importance(moments, weight)
     _check_ratios(ratios)
     amax = tile_amax(weight, tile)
     candidates = [amax_to_scale(amax * ratio, fmt) for ratio in (1.0, *ratios)]
-    errors = torch.stack([_tile_errors(weight, s, fmt, tile, diagonal) for s in candidates])
-    if full is not None:
-        errors = _rank_finalists(weight, candidates, errors, fmt, tile, full, finalists)
+    errors = torch.stack([_tile_errors(weight, s, fmt, tile, importance) for s in candidates])
     best = errors.argmin(dim=0, keepdim=True)  # the first of equals
     # Where weights are not finite no error is least; amax says so loudest.
     best = torch.where(errors[:1].isnan(), 0, best)
@@ -100,21 +96,17 @@ def count_clipped(weight: Tensor, scale: Tensor, fmt: Format, tile: Tile) -> Ten
     return _sum_rows(counts, tile).long()
 
 
-def _split_moments(
-    moments: Tensor | None, weight: Tensor, finalists: int
-) -> tuple[Tensor, Tensor | None]:
-    """Return (diagonal [K], full matrix or None) in float32."""
+def _importance(moments: Tensor | None, weight: Tensor) -> Tensor:
+    """Return what an error in each column costs, float32 [K]."""
     columns = weight.shape[1]
     if moments is None:
-        return torch.ones(columns, device=weight.device), None
+        return torch.ones(columns, device=weight.device)
     if moments.shape not in ((columns,), (columns, columns)):
         raise CalibrationError(
             f"second moments have shape {list(moments.shape)}; a weight with {columns} columns "
             f"needs [{columns}] or [{columns}, {columns}]"
         )
-    if moments.dim() == 1:
-        return moments.float(), None
-    return moments.diagonal().float(), moments.float() if finalists else None
+    return moments.float() if moments.dim() == 1 else moments.diagonal().float()
 
 
 def _check_ratios(ratios: Sequence[float]) -> None:
@@ -122,52 +114,24 @@ def _check_ratios(ratios: Sequence[float]) -> None:
         raise CalibrationError(f"ratios of a scale search must be above 0, got {list(ratios)}")
 
 
-def _tile_errors(weight: Tensor, scale: Tensor, fmt: Format, tile: Tile, moments: Tensor) -> Tensor:
-    """Return the weighted error of every tile, float64.
-
-    Shapes: moments [K] (its diagonal) or [K, K].
-    """
+def _tile_errors(
+    weight: Tensor, scale: Tensor, fmt: Format, tile: Tile, importance: Tensor
+) -> Tensor:
+    """Return the weighted error of every tile, float64. Shapes: importance [K]."""
     by_row = _rows_of(scale, weight.shape[0], tile)
     parts = []
     for part, row_scale in _chunks(weight, by_row):
-        values = fake_quantize(part.float(), row_scale, fmt, (1, tile[1]))
-        parts.append(_row_errors(values.sub_(part), tile, moments))
+        step = _columns_of(row_scale, part, tile)
+        values = round_to_format(part.float() / step, fmt).mul_(step)
+        parts.append(_row_errors(values.sub_(part), tile, importance))
     return _sum_rows(torch.cat(parts), tile)
 
 
-def _row_errors(error: Tensor, tile: Tile, moments: Tensor) -> Tensor:
+def _row_errors(error: Tensor, tile: Tile, importance: Tensor) -> Tensor:
     """Return each row's error by column tile. Shapes: error [n, K] -> float64 [n, column tiles]."""
-    if moments.dim() == 1:
-        if tile[1] >= error.shape[1]:
-            return (error.square_() @ moments).double().unsqueeze(1)
-        return _sum_columns(error.square_().mul_(moments).double(), tile)
-    columns = [slice(start, start + tile[1]) for start in range(0, error.shape[1], tile[1])]
-    within = [(error[:, c] @ moments[c, c] * error[:, c]).double().sum(dim=1) for c in columns]
-    return torch.stack(within, dim=1)
-
-
-def _rank_finalists(
-    weight: Tensor,
-    candidates: Sequence[Tensor],
-    errors: Tensor,
-    fmt: Format,
-    tile: Tile,
-    moments: Tensor,
-    finalists: int,
-) -> Tensor:
-    """Return errors by the full moments for each tile's best candidates, infinity for the others.
-
-    The scale from amax takes part in any case. Shapes: errors [candidates, tile grid].
-    """
-    chosen = errors.argsort(dim=0, stable=True)[:finalists]
-    stacked = torch.stack(list(candidates))
-    ranked = torch.full_like(errors, torch.inf)
-    ranked[0] = _tile_errors(weight, candidates[0], fmt, tile, moments)
-    for index in chosen:
-        scale = stacked.gather(0, index.unsqueeze(0))[0]
-        error = _tile_errors(weight, scale, fmt, tile, moments)
-        ranked.scatter_(0, index.unsqueeze(0), error.unsqueeze(0))
-    return ranked
+    if tile[1] >= error.shape[1]:
+        return (error.square_() @ importance).double().unsqueeze(1)
+    return _sum_columns(error.square_().mul_(importance).double(), tile)
 
 
 def _rows_of(grid: Tensor, rows: int, tile: Tile) -> Tensor:

@@ -29,7 +29,7 @@ from quantkit.errors import CalibrationError
 from quantkit.numerics import amax_to_scale, fake_quantize, tile_amax
 from quantkit.scheme import QuantSpec
 
-MAX_TOKENS = 2048
+MAX_TOKENS = 1024
 """Enough to rank modules: a few sequences."""
 
 

@@ -15,7 +15,6 @@ from quantkit.calibrate.compensation import (
     Compensated,
     compensate,
     curvature,
-    round_to_format,
 )
 from quantkit.errors import CalibrationError
 from quantkit.numerics import (
@@ -28,6 +27,7 @@ from quantkit.numerics import (
     dequantize,
     encode,
     quantize,
+    round_to_format,
     tile_amax,
 )
 from tests import reference

@@ -75,18 +75,6 @@ def test_the_least_weighted_error_of_all_candidates_is_found(
 
 
 @EVERY_TILE
-def test_finalists_are_ranked_by_the_full_moments_within_the_tile(tile: tuple[int, int]) -> None:
-    weight, moments = random_weight(), random_moments()
-    candidates = all_candidates(weight, E4M3, tile)
-    found = search_scale(weight, moments, E4M3, tile, finalists=len(candidates))
-    errors = oracle(weight, moments, E4M3, tile, candidates)
-    np.testing.assert_allclose(found.error, errors.min(axis=0), rtol=1e-4)
-    np.testing.assert_allclose(found.plain_error, errors[0], rtol=1e-4)
-    few = search_scale(weight, moments, E4M3, tile, finalists=3)
-    assert (few.error <= few.plain_error).all()
-
-
-@EVERY_TILE
 @EVERY_FORMAT
 def test_scales_are_as_stored_ones_must_be(fmt: Format, tile: tuple[int, int]) -> None:
     scale = search_scale(random_weight(), None, fmt, tile).scale
@@ -97,7 +85,7 @@ def test_scales_are_as_stored_ones_must_be(fmt: Format, tile: tuple[int, int]) -
 
 
 @pytest.mark.parametrize("moments", ["full", "diagonal"])
-def test_full_moments_count_by_their_diagonal_without_finalists(moments: str) -> None:
+def test_full_moments_count_by_their_diagonal(moments: str) -> None:
     weight, full = random_weight(), random_moments()
     given = full if moments == "full" else full.diagonal()
     found = search_scale(weight, given, E4M3, (1, COLUMNS))
