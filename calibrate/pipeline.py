@@ -11,20 +11,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from hashlib import sha256
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import quantkit
+from quantkit.calibrate.budget import keep_sensitive, measure_sensitivity, quantized_linears
 from quantkit.calibrate.data import Samples, effective_seq_len, load_samples
 from quantkit.calibrate.journal import Journal, finished_report
 from quantkit.calibrate.kv_report import kv_warnings
 from quantkit.calibrate.layer import calibrate_layer
 from quantkit.calibrate.layerwise import Batch, LayerwiseModel, make_batches
-from quantkit.calibrate.moments import group_name
 from quantkit.calibrate.output import CheckpointOutput, bytes_of_dtype, peak_bytes
 from quantkit.calibrate.plan import Plan, make_plan
 from quantkit.calibrate.progress import Phase
@@ -33,7 +32,7 @@ from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.calibrate.records import from_json
 from quantkit.calibrate.report import LayerReport, Report, zeroed_warnings
 from quantkit.calibrate.self_data import generate_samples
-from quantkit.calibrate.sensitivity import Sensitivity, SensitivityProbe, choose_kept
+from quantkit.calibrate.sensitivity import Sensitivity
 from quantkit.calibrate.skeleton import Skeleton
 from quantkit.calibrate.source import ModelSource, fingerprint, open_source
 from quantkit.checkpoint import cached_layers
@@ -158,14 +157,12 @@ def calibrate(
             layerwise = LayerwiseModel(skeleton)
             moving = layerwise.prepare(batches) if batches else []
             if journal.prelude is None:
-                report.sensitivity = _measure_sensitivity(
-                    plan, layerwise, batches, moving, progress
-                )
+                report.sensitivity = measure_sensitivity(plan, layerwise, batches, moving, progress)
                 if report.sensitivity is not None:
                     journal.set_prelude(asdict(report.sensitivity))
             else:
                 report.sensitivity = from_json(Sensitivity, journal.prelude)
-            plan = _keep_sensitive(plan, skeleton, report.sensitivity)
+            plan = keep_sensitive(plan, report.sensitivity)
             report.layers = _quantize(
                 plan, layerwise, moving, output_tensors, journal, report.sensitivity, progress
             )
@@ -194,7 +191,7 @@ def _quantize(
     Layers that the journal has are passed over, and it gets each of the others.
     """
     skeleton = model.skeleton
-    chosen = _quantized_linears(plan, skeleton)
+    chosen = quantized_linears(plan, skeleton)
     cached = set(cached_layers(skeleton.model.config.to_dict()))
     finished = len(journal.layers)
     for layer in skeleton.layer_names[:finished]:
@@ -222,52 +219,6 @@ def _quantize(
         )
     output.write("", _outside_layers(plan, skeleton))
     return journal.layers
-
-
-def _quantized_linears(plan: Plan, skeleton: Skeleton) -> dict[str, nn.Linear]:
-    names = {module.name for module in plan.quantized}
-    linears = skeleton.linear_modules()
-    return {name: m for name, m in linears.items() if skeleton.disk_name(name) in names}
-
-
-def _measure_sensitivity(
-    plan: Plan,
-    model: LayerwiseModel,
-    ids: Sequence[Tensor],
-    batches: Sequence[Batch],
-    progress: bool,
-) -> Sensitivity | None:
-    """Predict what each group of modules costs, where the recipe may keep some; by disk names."""
-    recipe, skeleton = plan.recipe, model.skeleton
-    if not recipe.tiers.budget or not batches:
-        return None
-    modules = {
-        name: module
-        for name, module in _quantized_linears(plan, skeleton).items()
-        if any(name.startswith(f"{layer}.") for layer in skeleton.layer_names)
-    }
-    probe = SensitivityProbe(model, modules, recipe.weights, recipe.inputs, not progress)
-    found = probe.measure(ids, batches)
-    by_name = {skeleton.disk_name(name): kl for name, kl in found.predicted_kl.items()}
-    return Sensitivity(by_name, found.num_tokens)
-
-
-def _keep_sensitive(plan: Plan, skeleton: Skeleton, sensitivity: Sensitivity | None) -> Plan:
-    """Leave the most sensitive groups as they are, as far as the budget goes."""
-    if sensitivity is None:
-        return plan
-    modules = {module.name: module for module in plan.quantized}
-    members: dict[str, list[str]] = {}
-    for name in modules:
-        members.setdefault(group_name(name, modules), []).append(name)
-    cost = {
-        group: sum(modules[n].source_bytes - modules[n].target_bytes for n in names)
-        for group, names in members.items()
-    }
-    allowed = plan.recipe.tiers.budget * sum(prod(module.shape) for module in modules.values())
-    spare = int(allowed) - sum(module.target_bytes for module in modules.values())
-    kept = choose_kept(sensitivity.predicted_kl, cost, spare)
-    return plan.keeping([name for group in kept for name in members[group]])
 
 
 def _outside_layers(plan: Plan, skeleton: Skeleton) -> dict[str, Tensor]:

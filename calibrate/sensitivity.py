@@ -175,20 +175,3 @@ def _num_batches(ids: Sequence[Tensor]) -> int:
             return number
         total += tokens.numel()
     return len(ids)
-
-
-def choose_kept(
-    predicted_kl: Mapping[str, float], cost: Mapping[str, int], spare_bytes: int
-) -> frozenset[str]:
-    """Return the groups where a byte buys most divergence, within `spare_bytes`.
-
-    Greedy by divergence per byte; a group that no longer fits is passed over. `cost` is what
-    keeping a group adds, in bytes; both are by group, and groups that cost nothing are not kept.
-    """
-    kept = set()
-    ranked = sorted(predicted_kl, key=lambda g: (-predicted_kl[g] / max(cost.get(g, 0), 1), g))
-    for group in ranked:
-        if 0 < cost.get(group, 0) <= spare_bytes and predicted_kl[group] > 0:
-            kept.add(group)
-            spare_bytes -= cost[group]
-    return frozenset(kept)

@@ -1,4 +1,4 @@
-"""The predicted divergence is the measured one, and the budget buys the most of it."""
+"""The predicted divergence is the measured one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantkit.calibrate.layerwise import LayerwiseModel
 from quantkit.calibrate.quantized_layer import InputQuantizers, quantize_weights
-from quantkit.calibrate.sensitivity import Sensitivity, SensitivityProbe, choose_kept
+from quantkit.calibrate.sensitivity import Sensitivity, SensitivityProbe
 from quantkit.calibrate.skeleton import Skeleton
 from quantkit.scheme import Granularity, QuantSpec
 from tests import tiny
@@ -84,18 +84,3 @@ def test_other_families_are_measured_too(model_of: ModelOf, kind: str) -> None:
     found = measure(model_of(kind))
     assert found.predicted_kl
     assert all(kl >= 0 for kl in found.predicted_kl.values())
-
-
-class TestBudget:
-    KL = {"a": 8.0, "b": 5.0, "c": 1.0}  # noqa: RUF012
-    COST = {"a": 80, "b": 10, "c": 10}  # noqa: RUF012
-
-    @pytest.mark.parametrize(
-        ("spare", "kept"),
-        [(0, ""), (9, ""), (10, "b"), (20, "bc"), (90, "ab"), (100, "abc"), (-5, "")],
-    )
-    def test_a_byte_goes_where_it_buys_most(self, spare: int, kept: str) -> None:
-        assert choose_kept(self.KL, self.COST, spare) == frozenset(kept)
-
-    def test_what_costs_or_brings_nothing_is_not_kept(self) -> None:
-        assert choose_kept({"a": 0.0, "b": 1.0}, {"a": 1, "b": 0}, 100) == frozenset()
