@@ -159,7 +159,7 @@ def test_codes_and_scales_are_those_of_the_model_before_conversion(
 ) -> None:
     monkeypatch.setattr(GgufSource, "write_side_files", lambda self, folder: None)
     for name, model in (("folder", tiny_llama), ("gguf", file)):
-        calibrate(model, tmp_path / name, recipe=recipe, kv="none", progress=False)
+        calibrate(model, tmp_path / name, recipe=recipe, kv="none", tiers="none", progress=False)
     one, other = (source_tensors(tmp_path / name) for name in ("folder", "gguf"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[n].view(torch.uint8), other[n].view(torch.uint8)) for n in one)

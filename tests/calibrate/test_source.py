@@ -373,6 +373,6 @@ def test_a_model_without_tokenizer_is_said(folder: Path) -> None:
 def test_weights_alone_need_no_tokenizer(folder: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).unlink()
-    calibrate(folder, tmp_path / "out", kv="none", progress=False)
+    calibrate(folder, tmp_path / "out", kv="none", tiers="none", progress=False)
     assert (tmp_path / "out" / "model.safetensors").is_file()
     assert weights(tmp_path / "out")["lm_head.weight"].shape[0] == tiny.VOCAB_SIZE
