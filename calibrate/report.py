@@ -180,7 +180,7 @@ def _layer_json(layer: LayerReport) -> dict[str, Any]:
 
 def _module_json(module: ModuleReport) -> dict[str, Any]:
     return {
-        key: _rounded(value) if isinstance(value, float) else value
+        key: _rounded(value) if isinstance(value, float) and key != "input_amax" else value
         for key, value in asdict(module).items()
     }
 
