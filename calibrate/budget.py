@@ -11,7 +11,7 @@ from math import prod
 
 from torch import Tensor, nn
 
-from quantkit.calibrate.layerwise import Batch, LayerwiseModel
+from quantkit.calibrate.layerwise import LayerwiseModel
 from quantkit.calibrate.moments import group_name
 from quantkit.calibrate.plan import Plan
 from quantkit.calibrate.sensitivity import Sensitivity, SensitivityProbe
@@ -28,8 +28,7 @@ def quantized_linears(plan: Plan, skeleton: Skeleton) -> dict[str, nn.Linear]:
 def measure_sensitivity(
     plan: Plan,
     model: LayerwiseModel,
-    ids: Sequence[Tensor],
-    batches: Sequence[Batch],
+    batches: Sequence[Tensor],
     progress: bool,
 ) -> Sensitivity | None:
     """Predict what each group of modules costs, where the recipe may keep some; by disk names."""
@@ -42,7 +41,7 @@ def measure_sensitivity(
         if any(name.startswith(f"{layer}.") for layer in skeleton.layer_names)
     }
     probe = SensitivityProbe(model, modules, recipe.weights, recipe.inputs, not progress)
-    found = probe.measure(ids, batches)
+    found = probe.measure(batches)
     by_name = {skeleton.disk_name(name): kl for name, kl in found.predicted_kl.items()}
     return Sensitivity(by_name, found.num_tokens)
 

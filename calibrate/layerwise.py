@@ -149,17 +149,26 @@ class LayerwiseModel:
 
         Shapes: ids [sequences, tokens], hidden [sequences, tokens, hidden_size] -> [..., vocab].
         """
+        with self._recorders(None, self._output_size, hidden):
+            device_ids = ids.to(self.skeleton.device)
+            logits: Tensor = self.skeleton.model(input_ids=device_ids, use_cache=False).logits
+        return logits
+
+    @contextmanager
+    def _recorders(
+        self, stop_after: int | None, output_size: int | None, output: Tensor | None = None
+    ) -> Iterator[list[tuple[Tensor, Call]]]:
+        """Put a recorder in the place of every layer for a while; yield what they log."""
         layers, log = self.skeleton.layers, list[tuple[Tensor, Call]]()
         originals = list(layers)
         for number, layer in enumerate(originals):
-            layers[number] = _Recorder(layer, log, False, self._output_size, hidden)
+            is_last = number + 1 == stop_after
+            layers[number] = _Recorder(layer, log, is_last, output_size, output)
         try:
-            device_ids = ids.to(self.skeleton.device)
-            logits: Tensor = self.skeleton.model(input_ids=device_ids, use_cache=False).logits
+            yield log
         finally:
             for number, layer in enumerate(originals):
                 layers[number] = layer
-        return logits
 
     def _probe(self, ids: Tensor) -> int | None:
         """Check on a few tokens that the model can be run by layers.
@@ -182,23 +191,16 @@ class LayerwiseModel:
 
     def _record(self, ids: Tensor, output_size: int | None, stop_after: int | None = None) -> Batch:
         """Run the model's forward with recorders for layers, through all of them by default."""
-        layers, log = self.skeleton.layers, list[tuple[Tensor, Call]]()
-        originals = list(layers)
-        stop_after = stop_after or len(originals)
+        count = len(self.skeleton.layers)
+        stop_after = stop_after or count
         cache = observing_cache(self.skeleton.model.config)
-        for number, layer in enumerate(originals):
-            layers[number] = _Recorder(layer, log, number + 1 == stop_after, output_size)
-        with suppress(_EndOfLayersError):
-            try:
-                self.skeleton.decoder(
-                    input_ids=ids.to(self.skeleton.device),
-                    use_cache=True,
-                    **{self._cache_name: cache},
-                )
-            finally:
-                for number, layer in enumerate(originals):
-                    layers[number] = layer
-        self._check_log(log, min(stop_after, len(originals)))
+        with self._recorders(stop_after, output_size) as log, suppress(_EndOfLayersError):
+            self.skeleton.decoder(
+                input_ids=ids.to(self.skeleton.device),
+                use_cache=True,
+                **{self._cache_name: cache},
+            )
+        self._check_log(log, min(stop_after, count))
         calls = [Call(self._share(call.args), self._share(call.kwargs)) for _, call in log]
         return Batch(log[0][0], cache, calls)
 

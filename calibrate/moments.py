@@ -26,13 +26,12 @@ HOLD_OUT_EVERY = 8
 class InputMoments:
     """Sums over tokens of one input with K channels.
 
-    fit, held_out: float32 [K, K]; amax: float32 [K], max |x| per channel; sum_abs: float32 [K].
+    fit, held_out: float32 [K, K]; amax: float32 [K], max |x| per channel.
     """
 
     fit: Tensor
     held_out: Tensor
     amax: Tensor
-    sum_abs: Tensor
     num_tokens: int = 0
     num_held_out: int = 0
     _num_sequences: int = field(default=0, repr=False)
@@ -40,13 +39,8 @@ class InputMoments:
     @classmethod
     def empty(cls, channels: int, device: torch.device) -> InputMoments:
         """Return moments of nothing."""
-        square, line = ((channels, channels), (channels,))
-        return cls(
-            torch.zeros(square, device=device),
-            torch.zeros(square, device=device),
-            torch.zeros(line, device=device),
-            torch.zeros(line, device=device),
-        )
+        fit, held_out = torch.zeros(2, channels, channels, device=device)
+        return cls(fit, held_out, torch.zeros(channels, device=device))
 
     def update(self, x: Tensor) -> None:
         """Take in sequences. Shapes: x [sequences, tokens, K], or [tokens, K] for one sequence.
@@ -58,9 +52,7 @@ class InputMoments:
             is_held_out = self._num_sequences % HOLD_OUT_EVERY == 0
             product = _gram(rows)
             (self.held_out if is_held_out else self.fit).add_(product)
-            magnitude = rows.abs()
-            self.amax = torch.maximum(self.amax, magnitude.amax(dim=0).float())
-            self.sum_abs += magnitude.sum(dim=0, dtype=torch.float32)
+            self.amax = torch.maximum(self.amax, rows.abs().amax(dim=0).float())
             self.num_tokens += rows.shape[0]
             self.num_held_out += rows.shape[0] if is_held_out else 0
 
@@ -69,7 +61,6 @@ class InputMoments:
         for moments in (self.fit, self.held_out):
             moments.div_(factors).div_(factors.unsqueeze(1))
         self.amax = self.amax / factors
-        self.sum_abs = self.sum_abs / factors
 
     @property
     def judge(self) -> Tensor:
@@ -106,6 +97,8 @@ class MomentObservers:
     def _hook(self, name: str) -> Any:
         def observe(module: nn.Linear, args: tuple[Tensor, ...]) -> None:
             x = args[0]
+            if not x.numel():
+                return  # an expert that no token of this batch was sent to
             if name not in self._moments:
                 self._moments[name] = InputMoments.empty(x.shape[-1], x.device)
             self._moments[name].update(x)
@@ -120,11 +113,10 @@ def group_name(name: str, modules: Mapping[str, Any]) -> str:
 
 def _gram(rows: Tensor) -> Tensor:
     """Return `rows^T rows` in float32. Shapes: [tokens, K] -> [K, K]."""
+    wide = rows.float()
     if rows.dtype != torch.bfloat16 or rows.device.type != "cpu":
-        wide = rows.float()
         return wide.t() @ wide
     # Products of bfloat16 numbers are exact in float32, so its fast units lose nothing here.
-    wide = rows.float()
     with _bfloat16_products():
         return wide.t() @ wide
 

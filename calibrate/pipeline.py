@@ -157,7 +157,7 @@ def calibrate(
             layerwise = LayerwiseModel(skeleton)
             moving = layerwise.prepare(batches) if batches else []
             if journal.prelude is None:
-                report.sensitivity = measure_sensitivity(plan, layerwise, batches, moving, progress)
+                report.sensitivity = measure_sensitivity(plan, layerwise, batches, progress)
                 if report.sensitivity is not None:
                     journal.set_prelude(asdict(report.sensitivity))
             else:

@@ -50,7 +50,7 @@ def test_batches_change_no_bit() -> None:
     whole, parts = moments_of(x), moments_of(x[:1], x[1:6], x[6:])
     assert torch.equal(whole.fit, parts.fit)
     assert torch.equal(whole.held_out, parts.held_out)
-    assert torch.equal(whole.sum_abs, parts.sum_abs)
+    assert torch.equal(whole.amax, parts.amax)
 
 
 def test_where_nothing_is_held_out_the_fit_judges() -> None:
@@ -68,7 +68,7 @@ def test_dividing_is_what_divided_inputs_would_have_given() -> None:
     moments = moments_of(x)
     moments.divide(factors)
     expected = moments_of(x / factors)
-    for name in ("fit", "held_out", "amax", "sum_abs"):
+    for name in ("fit", "held_out", "amax"):
         # Powers of two scale without rounding.
         assert torch.equal(getattr(moments, name), getattr(expected, name)), name
 
@@ -85,6 +85,17 @@ def test_siblings_share_one_record_and_a_module_that_never_ran_has_none() -> Non
     assert found.keys() == {"a.q_proj", "a.k_proj"}
     assert found["a.q_proj"] is found["a.k_proj"]
     assert found["a.q_proj"].num_tokens == 14
+
+
+def test_a_batch_without_tokens_leaves_no_trace() -> None:
+    modules = {name: nn.Linear(CHANNELS, 3) for name in ("expert.w2", "other.w2")}
+    observers = MomentObservers(modules)
+    for x in (torch.empty(0, CHANNELS), sequences(2).float().flatten(0, 1)):
+        modules["expert.w2"](x)
+    modules["other.w2"](torch.empty(0, CHANNELS))
+    found = observers.finish()
+    assert found.keys() == {"expert.w2"}
+    assert found["expert.w2"].num_tokens == 14
 
 
 def test_a_group_is_named_after_its_first_member_that_is_there() -> None:

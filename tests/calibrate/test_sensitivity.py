@@ -11,7 +11,7 @@ from torch import Tensor
 
 from quantkit.calibrate.layerwise import LayerwiseModel
 from quantkit.calibrate.quantized_layer import InputQuantizers, quantize_weights
-from quantkit.calibrate.sensitivity import Sensitivity, SensitivityProbe
+from quantkit.calibrate.sensitivity import MIN_TOKENS, Sensitivity, SensitivityProbe
 from quantkit.calibrate.skeleton import Skeleton
 from quantkit.scheme import Granularity, QuantSpec
 from tests import tiny
@@ -31,15 +31,13 @@ def linears(skeleton: Skeleton) -> dict[str, torch.nn.Linear]:
     return {n: m for n, m in skeleton.linear_modules().items() if n.startswith(prefixes)}
 
 
-def measure(folder: Path, inputs: QuantSpec | None = INPUTS) -> Sensitivity:
+def measure(
+    folder: Path, inputs: QuantSpec | None = INPUTS, batches: list[Tensor] | None = None
+) -> Sensitivity:
     skeleton = models.open_skeleton(folder, torch.float32)
     model = LayerwiseModel(skeleton)
-    batches = model.prepare([ids()])
-    before = batches[0].hidden.clone()
     probe = SensitivityProbe(model, linears(skeleton), WEIGHTS, inputs, quiet=True)
-    found = probe.measure([ids()], batches)
-    assert torch.equal(batches[0].hidden, before)
-    return found
+    return probe.measure([ids()] if batches is None else batches)
 
 
 @torch.no_grad()
@@ -77,6 +75,13 @@ def test_groups_are_measured_together_and_the_same_every_time(model_of: ModelOf)
         "mlp.down_proj",
     }
     assert all(kl > 0 for kl in first.predicted_kl.values())
+
+
+def test_what_batches_the_sequences_come_in_changes_nothing(model_of: ModelOf) -> None:
+    rows = ids(count=48)  # more than are needed
+    found = [measure(model_of("llama"), INPUTS, list(rows.split(size))) for size in (1, 7, 48)]
+    assert found[0] == found[1] == found[2]
+    assert found[0].num_tokens == MIN_TOKENS
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gpt-neox", "mixtral", "mamba"])

@@ -87,7 +87,6 @@ def test_a_tier_that_does_not_help_on_other_tokens_is_not_kept() -> None:
         fit=fitted.t() @ fitted,
         held_out=torch.eye(COLUMNS),
         amax=torch.ones(COLUMNS),
-        sum_abs=torch.ones(COLUMNS),
         num_tokens=2,
         num_held_out=1,
     )
