@@ -82,7 +82,11 @@ def paged_attention(
     the blocks of each sequence in order; lengths int32 [num_sequences], stored tokens including
     the new ones; query_starts int32 [num_sequences + 1] -> like query, contiguous.
     """
-    out: Tensor = torch.ops.quantkit.paged_attention(
+    if query.is_cuda and query.dtype == torch.float32:  # the CUDA kernel multiplies in 16 bits
+        op = _paged_attention_reference
+    else:
+        op = torch.ops.quantkit.paged_attention
+    out: Tensor = op(
         query,
         k_cache,
         v_cache,
@@ -102,8 +106,8 @@ def causal_attention(
 ) -> Tensor:
     """Attend within one sequence whose keys are at hand; the queries are its last positions.
 
-    Shapes: query float32 [num_queries, heads, head_dim]; key, value float32 [length, num_kv_heads,
-    head_dim] -> like query.
+    Shapes: query [num_queries, heads, head_dim]; key, value [length, num_kv_heads, head_dim], all
+    of one float dtype, which all sums are rounded to -> like query.
     """
     if query.shape[0] == 1:
         return _single_query(query, key, value, softmax_scale, sliding_window)
@@ -114,6 +118,11 @@ def causal_attention(
         mask = mask.tril(length - num_queries)
         if sliding_window is not None:
             mask = mask.triu(length - num_queries - sliding_window + 1)
+        if query.is_cuda and query.shape[1] != key.shape[1]:
+            # With a mask, only torch's slow kernel knows grouped heads there.
+            key, value = (
+                x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value)
+            )
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
         key.transpose(0, 1).unsqueeze(0),
@@ -183,7 +192,6 @@ def _kv_append_reference(
         _bytes(cache).flatten(0, 1)[slots] = _bytes(stored.to(cache.dtype))
 
 
-@torch.library.impl("quantkit::paged_attention", "default")
 def _paged_attention_reference(
     query: Tensor,
     k_cache: Tensor,
@@ -211,6 +219,9 @@ def _paged_attention_reference(
             sliding_window,
         )
     return (out * _per_head(v_scale, v_cache, query.shape[1])).to(query.dtype)
+
+
+torch.library.impl("quantkit::paged_attention", "default")(_paged_attention_reference)
 
 
 def _gather(cache: Tensor, blocks: Tensor) -> Tensor:

@@ -23,9 +23,12 @@ def linear(
     Shapes: x (num_tokens, in_features), weight (out_features, in_features), bias (out_features,) or
     None, each float32, bfloat16 or float16, contiguous. `dtype` is that of the result, x's if None;
     float32 keeps every bit of the sums. More than `FEW_ROWS` rows go to torch: they need the weight
-    in x's dtype, and their sums are rounded to it. Errors as in `quantkit.ops.fp8_linear`.
+    in x's dtype, and their sums are rounded to it. So do all rows on a GPU, but for a float32
+    result, which is not rounded before. Errors as in `quantkit.ops.fp8_linear`.
     """
     dtype = dtype or x.dtype
+    if x.is_cuda:
+        return _cuda_linear(x, weight, bias, dtype)
     if x.shape[0] <= FEW_ROWS:
         y: Tensor = torch.ops.quantkit.linear(x, weight, bias, dtype)
         return y
@@ -38,10 +41,17 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     Shapes: x (num_tokens, in_features), weight (2 * intermediate, in_features) -> (num_tokens,
     intermediate) in x's dtype.
     """
-    if x.shape[0] <= FEW_ROWS:
+    if x.shape[0] <= FEW_ROWS and not x.is_cuda:
         y: Tensor = torch.ops.quantkit.gated_linear(x, weight, bias, activation)
         return y
     return gate(linear(x, weight, bias, torch.float32), activation).to(x.dtype)
+
+
+def _cuda_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    if dtype != torch.float32 or x.dtype == torch.float32:
+        return F.linear(x, weight, None if bias is None else bias.to(x.dtype)).to(dtype)
+    y = torch.mm(x, weight.T, out_dtype=dtype)
+    return y if bias is None else y + bias
 
 
 torch.library.define(

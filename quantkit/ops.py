@@ -24,6 +24,8 @@ from quantkit.op_checks import check_float, check_input, check_tensor, dtype_nam
 
 FEW_ROWS: Final = 16
 """Up to this many rows of x, decoding weights inside the product beats decoding them first."""
+CUDA_FEW_ROWS: Final = 32
+"""The same on a GPU."""
 
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "silu": F.silu,
@@ -46,14 +48,14 @@ def fp8_linear(
     and group of `group_size` columns; bias (out_features,) in any of x's dtypes, or None. All
     contiguous. Returns (num_tokens, out_features) in x's dtype.
 
-    Up to `FEW_ROWS` rows: float32 accumulation, one rounding at the end, and with the C++ kernels
-    every row is the same bits whatever rows it shares the call with. More rows: the weight is
-    rounded to x's dtype first, and torch multiplies.
+    Up to `FEW_ROWS` rows (on a GPU `CUDA_FEW_ROWS`, in 16 bits): float32 accumulation, one rounding
+    at the end, and with the compiled kernels every row is the same bits whatever rows it shares the
+    call with. More rows: the weight is rounded to x's dtype first, and torch multiplies.
 
     Raises UnsupportedError (reference kernels) or RuntimeError (C++ kernels) with the same text,
     naming the argument, if an argument does not fit.
     """
-    if x.shape[0] <= FEW_ROWS:
+    if has_few_rows(x):
         y: Tensor = torch.ops.quantkit.fp8_linear(x, weight, weight_scale, bias, group_size)
         return y
     return _dense_linear(x, weight, weight_scale, bias, group_size)
@@ -74,13 +76,20 @@ def fp8_gated_linear(
     `ACTIVATIONS`. Returns (num_tokens, intermediate) in x's dtype; up to `FEW_ROWS` rows all is
     float32 until one rounding at the end. Raises as `fp8_linear` does.
     """
-    if x.shape[0] <= FEW_ROWS:
+    if has_few_rows(x):
         y: Tensor = torch.ops.quantkit.fp8_gated_linear(
             x, weight, weight_scale, bias, group_size, activation
         )
         return y
     both = _dense_linear(x, weight, weight_scale, bias, group_size)
     return gate(both.float(), activation).to(x.dtype)
+
+
+def has_few_rows(x: Tensor) -> bool:
+    """Return whether a kernel that decodes weights inside the product is the one for x [M, K]."""
+    if x.is_cuda:  # its kernel multiplies in 16 bits
+        return x.shape[0] <= CUDA_FEW_ROWS and x.dtype != torch.float32
+    return x.shape[0] <= FEW_ROWS
 
 
 def dequantize_weight(

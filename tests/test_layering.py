@@ -13,7 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SHARED = ("errors", "numerics", "scheme", "staging", "tensor_file", "shards", "checkpoint")
-OPS = ("extension", "op_checks", "ops", "dense_ops", "attention_ops", "decoder_ops", "probe_ops")
+OPS = (
+    "extension", "op_checks", "ops", "dense_ops", "attention_ops", "cache_ops", "row_ops",
+    "scaled_ops", "decoder_ops", "probe_ops",
+)  # fmt: skip
 RUNTIME = ("errors", "numerics", "scheme", "shards", "checkpoint", *OPS, "runtime")
 EVERYTHING = (
     *SHARED,
@@ -44,6 +47,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ops": ("errors", "numerics", *OPS),
     "dense_ops": ("errors", "numerics", *OPS),
     "attention_ops": ("errors", "numerics", *OPS),
+    "cache_ops": ("errors", "numerics", *OPS),
+    "row_ops": ("errors", "numerics", *OPS),
+    "scaled_ops": ("errors", "numerics", *OPS),
     "decoder_ops": ("errors", "numerics", *OPS),
     "probe_ops": OPS,
     "runtime": RUNTIME,

@@ -19,14 +19,21 @@ from quantkit.decoder_ops import StepLayers, decoder_step
 from quantkit.errors import GenerationError
 from quantkit.extension import EXTENSION_LOADED
 from quantkit.ops import FEW_ROWS
+from quantkit.row_ops import add_rms_norm
+from quantkit.runtime.cuda_graphs import StepGraphs
 from quantkit.runtime.engine import SequenceCache
 from quantkit.runtime.families import ModelShape
 from quantkit.runtime.kv_cache import CacheLayout, CacheStep, PagedCache, Scales
-from quantkit.runtime.layers import DenseLinear, GatedMlp, Linear
-from quantkit.runtime.weights import WeightReader
+from quantkit.runtime.layers import DenseLinear, Linear
+from quantkit.runtime.mlp import GatedMlp
+from quantkit.runtime.scaled_linear import after_add_norm, after_norm
+from quantkit.runtime.weights import WeightSource
 
-Attend = Callable[[int, Tensor, Tensor, Tensor, int | None], Tensor]
-"""(layer, query, key, value, window) -> attention output, of query's shape."""
+Attend = Callable[[int, Tensor], Tensor]
+"""(layer, rows of q, k and v [num_tokens, heads + 2 * kv_heads, head_dim]) -> like q.
+
+Norms of heads and the rotary embedding are its part too: a cache does them as it stores the keys.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,7 @@ class DecoderLayer:
     rotary: bool
 
     @classmethod
-    def read(cls, reader: WeightReader, shape: ModelShape, number: int) -> DecoderLayer:
+    def read(cls, reader: WeightSource, shape: ModelShape, number: int) -> DecoderLayer:
         """Read layer `number` of a checkpoint."""
         base = f"model.layers.{number}"
         hidden, inner, head = shape.hidden_size, shape.intermediate_size, shape.head_dim
@@ -97,6 +104,8 @@ class Rotation:
 
     def at(self, positions: Tensor, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each [num_tokens, head_dim], of positions below `end`."""
+        if positions.is_cuda:  # a recorded graph must not read a table that may be replaced
+            return self._compute(positions, dtype)
         cos, sin = self._tables.get(dtype) or self._table(256, dtype)
         if len(cos) < end:
             cos, sin = self._table(max(end, 2 * len(cos)), dtype)
@@ -104,11 +113,14 @@ class Rotation:
 
     def _table(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         positions = torch.arange(length, device=self._frequencies.device)
+        self._tables[dtype] = self._compute(positions, dtype)
+        return self._tables[dtype]
+
+    def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = positions.float().unsqueeze(1) * self._frequencies
         angles = torch.cat((angles, angles), dim=1)
         cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
-        self._tables[dtype] = cos.to(dtype), sin.to(dtype)
-        return self._tables[dtype]
+        return cos.to(dtype), sin.to(dtype)
 
 
 class Decoder:
@@ -116,7 +128,7 @@ class Decoder:
 
     def __init__(
         self,
-        reader: WeightReader,
+        reader: WeightSource,
         shape: ModelShape,
         rotation: Rotation,
         kv_scales: Sequence[Scales] | None,
@@ -138,6 +150,9 @@ class Decoder:
         )
         reader.check_all_used()
         self._fused = self._fuse()
+        self._graphs = (
+            StepGraphs(self.run_step, self.device) if self.device.type == "cuda" else None
+        )
         self._layout = CacheLayout(
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
@@ -164,22 +179,35 @@ class Decoder:
         paged = self._own(cache)
         check_context(sequences, num_new_tokens, cache.lengths, self.max_context)
         step = paged.plan(sequences, num_new_tokens)
-        hidden = F.embedding(input_ids.to(self.device), self._embedding)
-        angles = self._rotation.at(step.positions, max(step.new_lengths), self.dtype)
-        if self._fused is not None and len(hidden) <= FEW_ROWS:
-            hidden = self._run_fused(self._fused, hidden, angles, paged, step)
+        if self._graphs is not None:
+            hidden = self._graphs.run(input_ids, paged, step)
+        elif self._fused is not None and len(input_ids) <= FEW_ROWS:
+            hidden = self._run_fused(self._fused, input_ids, paged, step)
         else:
-            softmax_scale = self.shape.head_dim**-0.5
-
-            def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-                paged.append(layer, k, v, step)
-                return paged.attend(layer, q, step, softmax_scale, window)
-
-            hidden = self._run(hidden, angles, attend)
+            hidden = self.run_step(input_ids.to(self.device), paged, step.to(self.device))
         paged.commit(step)
         if last_only and len(step.last_rows) < len(hidden):
             hidden = hidden[list(step.last_rows)]
         return self._head(hidden, torch.float32)
+
+    def run_step(self, input_ids: Tensor, cache: PagedCache, step: CacheStep) -> Tensor:
+        """Append tokens to the cache, one op after another; all tensors on the model's device.
+
+        Shapes: int64 [num_tokens] -> [num_tokens, hidden_size], what the output head reads.
+        """
+        shape = self.shape
+        hidden = F.embedding(input_ids, self._embedding)
+        angles = self._rotation.at(step.positions, max(step.new_lengths), self.dtype)
+        softmax_scale = shape.head_dim**-0.5
+
+        def attend(number: int, qkv: Tensor) -> Tensor:
+            layer = self._layers[number]
+            norms = (layer.q_norm, layer.k_norm, shape.norm_eps)
+            turn = angles if layer.rotary else None
+            query = cache.append_rotary(number, qkv, norms, turn, step, shape.num_heads)
+            return cache.attend(number, query, step, softmax_scale, layer.window)
+
+        return self._run(hidden, attend)
 
     @torch.inference_mode()
     def logits(self, input_ids: Tensor) -> Tensor:
@@ -188,16 +216,18 @@ class Decoder:
         check_context((0,), (length,), (0,), self.max_context)
         softmax_scale = self.shape.head_dim**-0.5
 
-        def attend(_: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-            q, k, v = (x.float().view(batch, length, *x.shape[1:]) for x in (q, k, v))
-            rows = zip(q, k, v, strict=True)
-            parts = [causal_attention(*row, softmax_scale, window) for row in rows]
+        positions = torch.arange(length, device=self.device).repeat(batch)
+        angles = self._rotation.at(positions, length, self.dtype)
+
+        def attend(number: int, qkv: Tensor) -> Tensor:
+            layer = self._layers[number]
+            heads = self._rotated_heads(layer, qkv, angles)
+            rows = zip(*(x.float().view(batch, length, *x.shape[1:]) for x in heads), strict=True)
+            parts = [causal_attention(q, k, v, softmax_scale, layer.window) for q, k, v in rows]
             return torch.cat(parts).to(self.dtype)
 
-        positions = torch.arange(length, device=self.device).repeat(batch)
         hidden = F.embedding(input_ids.reshape(-1).to(self.device), self._embedding)
-        angles = self._rotation.at(positions, length, self.dtype)
-        hidden = self._run(hidden, angles, attend)
+        hidden = self._run(hidden, attend)
         return self._head(hidden, torch.float32).view(batch, length, self.vocab_size)
 
     def _own(self, cache: SequenceCache) -> PagedCache:
@@ -212,17 +242,13 @@ class Decoder:
         return step if fits and EXTENSION_LOADED and self.device.type == "cpu" else None
 
     def _run_fused(
-        self,
-        layers: StepLayers,
-        hidden: Tensor,
-        angles: tuple[Tensor, Tensor],
-        cache: PagedCache,
-        step: CacheStep,
+        self, layers: StepLayers, input_ids: Tensor, cache: PagedCache, step: CacheStep
     ) -> Tensor:
-        """Do what `_run` does, and append to the cache, in one op; a few tokens only."""
+        """Do what `run_step` does in one op; a few tokens on a CPU only."""
         shape = self.shape
+        angles = self._rotation.at(step.positions, max(step.new_lengths), self.dtype)
         return decoder_step(
-            hidden,
+            F.embedding(input_ids, self._embedding),
             layers,
             cache.tensors(),
             self._norm,
@@ -238,37 +264,35 @@ class Decoder:
             shape.activation,
         )
 
-    def _run(self, hidden: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Run all layers and the final norm. Shapes: [num_tokens, hidden] -> the same."""
+    def _run(self, hidden: Tensor, attend: Attend) -> Tensor:
+        """Run all layers and the final norm. Shapes: [num_tokens, hidden_size] -> the same."""
+        shape, eps = self.shape, self.shape.norm_eps
+        heads = shape.num_heads + 2 * shape.num_kv_heads
+        delta: Tensor | None = None
         for number, layer in enumerate(self._layers):
-            normed = rms_norm(hidden, layer.input_norm, self.shape.norm_eps)
-            hidden = hidden + self._attention(number, layer, normed, angles, attend)
-            normed = rms_norm(hidden, layer.post_norm, self.shape.norm_eps)
-            hidden = hidden + layer.mlp(normed)
-        return rms_norm(hidden, self._norm, self.shape.norm_eps)
+            if delta is None:
+                qkv = after_norm(layer.qkv, hidden, layer.input_norm, eps)
+            else:
+                hidden, qkv = after_add_norm(layer.qkv, hidden, delta, layer.input_norm, eps)
+            attended = attend(number, qkv.view(-1, heads, shape.head_dim))
+            delta = layer.out(attended.reshape(-1, shape.query_size))
+            hidden, delta = layer.mlp.after_add_norm(hidden, delta, layer.post_norm, eps)
+        if delta is None:
+            return rms_norm(hidden, self._norm, eps)
+        return add_rms_norm(hidden, delta, self._norm, eps)[1]
 
-    def _attention(
-        self,
-        number: int,
-        layer: DecoderLayer,
-        x: Tensor,
-        angles: tuple[Tensor, Tensor],
-        attend: Attend,
-    ) -> Tensor:
+    def _rotated_heads(
+        self, layer: DecoderLayer, qkv: Tensor, angles: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, as attention reads them."""
         heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
-        qkv = layer.qkv(x).view(-1, heads + 2 * kv_heads, self.shape.head_dim)
-        rotated, value = torch.split(qkv, [heads + kv_heads, kv_heads], dim=1)
+        query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            query, key = torch.split(rotated, [heads, kv_heads], dim=1)
             query = rms_norm(query, layer.q_norm, self.shape.norm_eps)
             key = rms_norm(key, layer.k_norm, self.shape.norm_eps)
-            rotated = torch.cat((query, key), dim=1)
         if layer.rotary:
-            # Queries and keys turn by the same angles: one op for both.
-            rotated = rotary(rotated, *angles)
-        query, key = torch.split(rotated, [heads, kv_heads], dim=1)
-        attended = attend(number, query, key, value, layer.window)
-        return layer.out(attended.reshape(x.shape[0], self.shape.query_size))
+            query, key = rotary(query, *angles), rotary(key, *angles)
+        return query, key, value
 
 
 def check_context(

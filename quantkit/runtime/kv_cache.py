@@ -8,18 +8,22 @@ rolling back tokens is setting a length.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import torch
 from torch import Tensor
 
-from quantkit.attention_ops import kv_append, paged_attention
+from quantkit.attention_ops import causal_attention, paged_attention
+from quantkit.cache_ops import kv_gather, rotary_append
 from quantkit.errors import CheckpointError, GenerationError
 from quantkit.numerics import E4M3
 
 BLOCK_SIZE = 16
 """Tokens per block: small enough to waste little, large enough for one gather per block."""
+
+FEW_QUERIES = 32
+"""Up to this many queries a sequence, a GPU reads the cache inside the attention kernel."""
 
 Scales = tuple[Tensor, Tensor]
 """k_scale and v_scale of one layer, float32 [1] or [num_kv_heads]."""
@@ -60,6 +64,22 @@ class CacheStep:
     query_starts: Tensor  # int32 [num_sequences + 1]
     last_rows: tuple[int, ...]  # the last token of each sequence
 
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all sequences."""
+        return self.last_rows[-1] + 1
+
+    def to(self, device: torch.device) -> CacheStep:
+        """Return the same step with its tensors on another device."""
+        return replace(
+            self,
+            positions=self.positions.to(device),
+            slots=self.slots.to(device),
+            block_tables=self.block_tables.to(device),
+            lengths=self.lengths.to(device),
+            query_starts=self.query_starts.to(device),
+        )
+
 
 class PagedCache:
     """Keys and values of several sequences in blocks of BLOCK_SIZE tokens."""
@@ -76,6 +96,12 @@ class PagedCache:
         self._keys = [self._new_blocks(self.num_blocks) for _ in range(layout.num_layers)]
         self._values = [self._new_blocks(self.num_blocks) for _ in range(layout.num_layers)]
         self._flat = self._flatten()
+        self.version = 0  # another number whenever tensors are replaced
+
+    @property
+    def max_blocks(self) -> int:
+        """Width of the block tables; grows with the longest sequence."""
+        return self._tables.shape[1]
 
     @property
     def lengths(self) -> list[int]:
@@ -103,7 +129,10 @@ class PagedCache:
         self._owned[sequence] = []
 
     def plan(self, sequences: Sequence[int], num_new_tokens: Sequence[int]) -> CacheStep:
-        """Reserve blocks for new tokens and return where they go; lengths stay until `commit`."""
+        """Reserve blocks for new tokens and return where they go; lengths stay until `commit`.
+
+        The step's tensors are on the CPU.
+        """
         past = [self._lengths[sequence] for sequence in sequences]
         totals = [old + new for old, new in zip(past, num_new_tokens, strict=True)]
         for sequence, total in zip(sequences, totals, strict=True):
@@ -118,18 +147,17 @@ class PagedCache:
                 owned[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(old, total)
             ]
             ends.append(len(positions))
-        device = self.layout.device
         # A slice of one row takes a third of the time of an index, and this runs for every token.
         rows = slice(sequences[0], sequences[0] + 1) if len(sequences) == 1 else list(sequences)
         tables = self._tables[rows, : ceil(max(totals) / BLOCK_SIZE)]
         return CacheStep(
             sequences=tuple(sequences),
             new_lengths=tuple(totals),
-            positions=torch.tensor(positions, device=device),
-            slots=torch.tensor(slots, device=device),
-            block_tables=tables.to(device),
-            lengths=torch.tensor(totals, dtype=torch.int32, device=device),
-            query_starts=torch.tensor(ends, dtype=torch.int32, device=device),
+            positions=torch.tensor(positions),
+            slots=torch.tensor(slots),
+            block_tables=tables,
+            lengths=torch.tensor(totals, dtype=torch.int32),
+            query_starts=torch.tensor(ends, dtype=torch.int32),
             last_rows=tuple(end - 1 for end in ends[1:]),
         )
 
@@ -138,11 +166,24 @@ class PagedCache:
         for sequence, length in zip(step.sequences, step.new_lengths, strict=True):
             self._lengths[sequence] = length
 
-    def append(self, layer: int, key: Tensor, value: Tensor, step: CacheStep) -> None:
-        """Store the new tokens of one layer. Shapes: [num_tokens, num_kv_heads, head_dim]."""
+    def append_rotary(
+        self,
+        layer: int,
+        qkv: Tensor,
+        norms: tuple[Tensor | None, Tensor | None, float],
+        angles: tuple[Tensor, Tensor] | None,
+        step: CacheStep,
+        heads: int,
+    ) -> Tensor:
+        """Store the new keys and values of one layer and return the queries, ready to attend.
+
+        `norms` are those of the heads of q and k, and their epsilon; see `rotary_append`. Shapes:
+        qkv [num_tokens, heads + 2 * num_kv_heads, head_dim] -> [num_tokens, heads, head_dim].
+        """
         k_scale, v_scale = self._scales(layer)
         keys, values = self._keys[layer], self._values[layer]
-        kv_append(key, value, keys, values, k_scale, v_scale, step.slots)
+        slots = step.slots
+        return rotary_append(qkv, *norms, angles, keys, values, k_scale, v_scale, slots, heads)
 
     def attend(
         self, layer: int, query: Tensor, step: CacheStep, scale: float, window: int | None
@@ -151,6 +192,8 @@ class PagedCache:
 
         Shapes: query [num_tokens, heads, head_dim] -> the same.
         """
+        if query.is_cuda and step.num_tokens > FEW_QUERIES * len(step.sequences):
+            return self._attend_prefill(layer, query, step, scale, window)
         k_scale, v_scale = self._scales(layer)
         return paged_attention(
             query,
@@ -164,6 +207,23 @@ class PagedCache:
             scale,
             window,
         )
+
+    def _attend_prefill(
+        self, layer: int, query: Tensor, step: CacheStep, scale: float, window: int | None
+    ) -> Tensor:
+        """Attend with many queries on a GPU: what is stored, read back, then torch's attention."""
+        parts, begin = [], 0
+        for number, (length, last) in enumerate(zip(step.new_lengths, step.last_rows, strict=True)):
+            blocks = step.block_tables[number, : ceil(length / BLOCK_SIZE)]
+            key, value = (
+                kv_gather(stored[layer], stored_scale, blocks, length, query.dtype)
+                for stored, stored_scale in zip(
+                    (self._keys, self._values), self._scales(layer), strict=True
+                )
+            )
+            parts.append(causal_attention(query[begin : last + 1], key, value, scale, window))
+            begin = last + 1
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def tensors(self) -> list[Tensor]:
         """Return keys, values and their scales (or empty tensors) of all layers, in turn."""
@@ -212,5 +272,6 @@ class PagedCache:
                 grown[: self.num_blocks] = blocks
                 stored[layer] = grown
         self._flat = self._flatten()
+        self.version += 1
         self._free[:0] = range(self.num_blocks + added - 1, self.num_blocks - 1, -1)
         self.num_blocks += added

@@ -1,4 +1,4 @@
-"""The layers a decoder is made of: FP8 and plain linears, the gated MLP, input quantization.
+"""The layers a decoder is made of: FP8 and plain linears, input quantization.
 
 Layers that read one input (q/k/v, gate/up) are stacked by rows into one. Nothing here knows the
 names of tensors or the order of layers.
@@ -7,8 +7,8 @@ names of tensors or the order of layers.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from quantkit.decoder_ops import StepLinear
 from quantkit.errors import CheckpointError
 from quantkit.numerics import Format, amax_to_scale, decode, fake_quantize, tile_amax
 from quantkit.scheme import QuantSpec
+
+if TYPE_CHECKING:
+    from quantkit.runtime.scaled_linear import ScaledLinear
 
 
 class Linear(Protocol):
@@ -34,6 +37,10 @@ class Linear(Protocol):
 
     def for_step(self) -> StepLinear | None:
         """Return the layer as `decoder_step` takes it; None if it does more than that can do."""
+        ...
+
+    def scaled(self, num_rows: int) -> ScaledLinear | None:
+        """Return the layer as one that takes 8-bit rows; None if that is not how it multiplies."""
         ...
 
 
@@ -166,6 +173,14 @@ class Fp8Linear:
             return None
         return StepLinear(self.codes, self.scale, self.bias, self.group_size)
 
+    def scaled(self, num_rows: int) -> None:
+        """Return None: inputs are rounded, if at all, to values of their own dtype."""
+        return None
+
+    def without_input_quantizer(self) -> Fp8Linear:
+        """Return the layer for inputs as they are."""
+        return replace(self, inputs=None)
+
 
 @dataclass(frozen=True, slots=True)
 class DenseLinear:
@@ -189,18 +204,9 @@ class DenseLinear:
         """Return the layer for `decoder_step`."""
         return StepLinear(self.weight, bias=self.bias)
 
-
-@dataclass(frozen=True, slots=True)
-class GatedMlp:
-    """`down(act(gate(x)) * up(x))`, gate and up stacked in one linear."""
-
-    gate_up: Linear
-    down: Linear
-    activation: str
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Shapes: [num_tokens, hidden] -> the same."""
-        return self.down(self.gate_up.gated(x, self.activation))
+    def scaled(self, num_rows: int) -> None:
+        """Return None: nothing is in 8 bits."""
+        return None
 
 
 def check_codes(name: str, codes: Tensor, fmt: Format) -> None:

@@ -15,6 +15,7 @@ import torch
 from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.errors import CheckpointError, UnsupportedError, nearest
 from quantkit.extension import EXTENSION_LOADED
+from quantkit.ops import CUDA_FEW_ROWS
 from quantkit.runtime.decoder import Decoder, Rotation
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.families import model_shape, parse_config, rotary_frequencies
@@ -49,7 +50,8 @@ def load_engine(
         kv: "fp8" stores keys and values in 8 bits with the calibrated scales, "none" in `dtype`,
             "auto" does what the checkpoint declares.
         activations: "quantized" rounds the inputs of linears to 8 bits as the scheme declares,
-            "full" and "auto" leave them alone, which is at least as accurate.
+            "full" leaves them alone, which is at least as accurate. "auto" leaves them alone on a
+            CPU; a GPU then rounds where it is faster, with more than `ops.CUDA_FEW_ROWS` tokens.
         threads: CPU threads of torch, for the whole process; None leaves them.
 
     Raises CheckpointError, with the file or tensor, if the checkpoint is damaged or incomplete, and
@@ -64,8 +66,9 @@ def load_engine(
     if kv == "fp8" and checkpoint.scheme.kv is None:
         raise CheckpointError(f"{path} has no KV scales; load with kv='none', or calibrate again")
     _report_kernels()
-    inputs = _input_spec(checkpoint, activations)
-    reader = WeightReader(checkpoint, target, _resolve_dtype(checkpoint, dtype), inputs)
+    inputs = _input_spec(checkpoint, activations, target)
+    few_rows = CUDA_FEW_ROWS if activations == "auto" else 0
+    reader = WeightReader(checkpoint, target, _resolve_dtype(checkpoint, dtype), inputs, few_rows)
     return _build(reader, quantize_kv=kv != "none" and checkpoint.scheme.kv is not None)
 
 
@@ -110,14 +113,19 @@ def _set_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _input_spec(checkpoint: Checkpoint, activations: str) -> QuantSpec | None:
-    if activations != "quantized":
+def _input_spec(checkpoint: Checkpoint, activations: str, device: torch.device) -> QuantSpec | None:
+    spec = checkpoint.scheme.inputs
+    if activations == "full" or (activations == "auto" and not _multiplies_8_bits(device)):
         return None
-    if checkpoint.scheme.inputs is None:
+    if spec is None and activations == "quantized":
         raise UnsupportedError(
             f"{checkpoint.path} quantizes weights only; load it with activations='auto'"
         )
-    return checkpoint.scheme.inputs
+    return spec
+
+
+def _multiplies_8_bits(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _resolve_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from quantkit.checkpoint import OUTLIER_COLUMNS, OUTLIER_WEIGHT, Checkpoint, Qua
 from quantkit.errors import CheckpointError
 from quantkit.runtime.kv_cache import Scales
 from quantkit.runtime.layers import DenseLinear, Fp8Linear, Linear, check_codes
+from quantkit.runtime.scaled_linear import ScaledLinear
 from quantkit.scheme import QuantSpec
 
 _NOT_WEIGHTS = re.compile(
@@ -25,8 +27,33 @@ _NOT_WEIGHTS = re.compile(
 """Scales come with their weights, frequencies from the config, a tied head from the embedding."""
 
 
+class WeightSource(Protocol):
+    """Where a decoder takes its weights from, on one device and in one activation dtype."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return an unquantized tensor in the activation dtype."""
+        ...
+
+    def linear(
+        self, modules: Sequence[str], rows: Sequence[int], columns: int, bias: bool
+    ) -> Linear:
+        """Return linear layers that read the same input, stacked in order into one."""
+        ...
+
+    def check_all_used(self) -> None:
+        """Raise CheckpointError if a weight was never asked for."""
+        ...
+
+
 class WeightReader:
-    """Reads tensors of one checkpoint for one device and activation dtype."""
+    """Reads tensors of one checkpoint for one device and activation dtype.
+
+    `inputs` says how to round the inputs of linears, if at all. On a GPU those of up to `few_rows`
+    rows are left alone.
+    """
 
     def __init__(
         self,
@@ -34,11 +61,13 @@ class WeightReader:
         device: torch.device,
         dtype: torch.dtype,
         inputs: QuantSpec | None = None,
+        few_rows: int = 0,
     ) -> None:
         self.checkpoint = checkpoint
         self.device = device
         self.dtype = dtype
         self.inputs = inputs
+        self._few_rows = few_rows
         self._quantized = frozenset(checkpoint.quantized)
         self._used: set[str] = set()
 
@@ -70,7 +99,7 @@ class WeightReader:
                 self._quantized_weight(module, (count, columns), bias)
                 for module, count in zip(modules, rows, strict=True)
             ]
-            return Fp8Linear.stack(weights, self.inputs).to(self.device)
+            return self._on_device(Fp8Linear.stack(weights, self.inputs))
         if any(quantized):
             raise CheckpointError(
                 f"{modules[quantized.index(True)]} is quantized and "
@@ -84,6 +113,15 @@ class WeightReader:
             kernels[0] if len(kernels) == 1 else torch.cat(kernels),
             torch.cat(offsets) if bias else None,
         )
+
+    def _on_device(self, layer: Fp8Linear) -> Linear:
+        layer = layer.to(self.device)
+        if self.device.type != "cuda" or layer.inputs is None:
+            return layer
+        scaled = ScaledLinear.wrap(layer, self._few_rows)
+        if scaled is not None:
+            return scaled
+        return layer.without_input_quantizer() if self._few_rows else layer
 
     def kv_scales(self, layers: Iterable[int]) -> list[Scales]:
         """Return (k_scale, v_scale) of each layer, on the device."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, GenerationError
-from quantkit.runtime.kv_cache import BLOCK_SIZE, CacheLayout, PagedCache
+from quantkit.runtime.kv_cache import BLOCK_SIZE, CacheLayout, CacheStep, PagedCache
 
 HEADS, HEAD_DIM = 2, 8
 
@@ -24,12 +24,19 @@ def layout(kv: str = "none", layers: int = 1) -> CacheLayout:
     )
 
 
+def append(cache: PagedCache, layer: int, key: Tensor, value: Tensor, step: CacheStep) -> None:
+    """Store keys and values as they are: without norms and rotation."""
+    cache.append_rotary(
+        layer, torch.cat((key, key, value), 1), (None, None, 0.0), None, step, HEADS
+    )
+
+
 def add(cache: PagedCache, sequences: list[int], counts: list[int]) -> tuple[Tensor, Tensor]:
     """Append random tokens in all layers; return keys and values as given."""
     step = cache.plan(sequences, counts)
     key, value = torch.randn(2, sum(counts), HEADS, HEAD_DIM)
     for layer in range(cache.layout.num_layers):
-        cache.append(layer, key, value, step)
+        append(cache, layer, key, value, step)
     cache.commit(step)
     return key, value
 
@@ -39,7 +46,7 @@ def newest(cache: PagedCache, sequence: int, seed: int = 3) -> Tensor:
     step = cache.plan([sequence], [1])
     generator = torch.Generator().manual_seed(seed)
     query, key, value = torch.randn(3, 1, HEADS, HEAD_DIM, generator=generator)
-    cache.append(0, key, value, step)
+    append(cache, 0, key, value, step)
     return cache.attend(0, query, step, HEAD_DIM**-0.5, None)
 
 

@@ -1,0 +1,228 @@
+// What the kernels need beyond plain C++: loads, 8-bit conversions, warp reductions, the matrix
+// instruction. Everything that is PTX lives here and nowhere else, so that tests/cuda_emulator can
+// replace this one header and run the kernels on a CPU.
+#pragma once
+
+#include <cstdint>
+
+#include "../cpu/float16.h"
+#include "../cpu/formats.h"
+
+namespace quantkit::cuda {
+
+constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
+constexpr int kWarp = 32;
+
+// 16 bytes in registers.
+struct alignas(16) Word4 {
+  uint32_t word[4];
+};
+struct alignas(8) Word2 {
+  uint32_t word[2];
+};
+
+}  // namespace quantkit::cuda
+
+#ifdef QK_EMULATOR
+#include "cuda_emulator.h"
+#else
+
+#define QK_DEVICE __device__ __forceinline__
+// Shared memory whose size is an argument of the launch; one such array a kernel.
+#define QK_DYNAMIC_SHARED(type, name)                           \
+  extern __shared__ __align__(16) unsigned char name##_bytes[]; \
+  type* name = reinterpret_cast<type*>(name##_bytes)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#define QK_CONVERTS_E4M3  // the processor has instructions for it
+#endif
+
+namespace quantkit::cuda {
+
+// Loads of data that is read once per kernel: through the read-only path, not kept in L1.
+QK_DEVICE Word4 load_once16(const void* address) {
+  Word4 w;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w.word[0]), "=r"(w.word[1]), "=r"(w.word[2]), "=r"(w.word[3])
+               : "l"(address));
+  return w;
+}
+QK_DEVICE Word2 load_once8(const void* address) {
+  Word2 w;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+               : "=r"(w.word[0]), "=r"(w.word[1])
+               : "l"(address));
+  return w;
+}
+QK_DEVICE uint32_t load_once4(const void* address) {
+  uint32_t w;
+  asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(w) : "l"(address));
+  return w;
+}
+
+QK_DEVICE float as_float(uint32_t bits) { return __uint_as_float(bits); }
+QK_DEVICE uint32_t as_bits(float value) { return __float_as_uint(value); }
+
+// One 16-bit float to float32 and back (to nearest even).
+QK_DEVICE float widen(Half value) {
+  float out;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(value.bits));
+  return out;
+}
+template <class T>
+QK_DEVICE T narrow(float value);
+template <>
+QK_DEVICE float narrow<float>(float value) {
+  return value;
+}
+template <>
+QK_DEVICE BFloat16 narrow<BFloat16>(float value) {
+  BFloat16 out;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(out.bits) : "f"(value));
+  return out;
+}
+template <>
+QK_DEVICE Half narrow<Half>(float value) {
+  Half out;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out.bits) : "f"(value));
+  return out;
+}
+
+// Two floats to two 16-bit floats in one register, `low` in the low half.
+template <class T>
+QK_DEVICE uint32_t pack2(float low, float high);
+template <>
+QK_DEVICE uint32_t pack2<BFloat16>(float low, float high) {
+  uint32_t out;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+template <>
+QK_DEVICE uint32_t pack2<Half>(float low, float high) {
+  uint32_t out;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+
+// Four bytes chosen from eight: __byte_perm.
+QK_DEVICE uint32_t choose_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  return __byte_perm(low, high, selector);
+}
+
+#ifdef QK_CONVERTS_E4M3
+QK_DEVICE uint32_t decode_pair_e4m3(uint16_t codes) {
+  uint32_t out;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(out) : "h"(codes));
+  return out;
+}
+QK_DEVICE uint16_t encode_pair_e4m3(float low, float high) {
+  uint16_t out;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
+  return out;
+}
+#endif
+
+// c[16 x 8] += a[16 x 16] * b[16 x 8], float32 sums. Lane = 4 * g + t holds, in pairs of T,
+//   a[0]: row g,     columns 2t, 2t+1      a[2]: row g,     columns 2t+8, 2t+9
+//   a[1]: row g + 8, columns 2t, 2t+1      a[3]: row g + 8, columns 2t+8, 2t+9
+//   b[0]: rows 2t, 2t+1 of column g        b[1]: rows 2t+8, 2t+9 of column g
+//   c[0], c[1]: row g, columns 2t, 2t+1    c[2], c[3]: row g + 8, the same columns
+template <class T>
+QK_DEVICE void multiply_tile(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (kIsBFloat16<T>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+}
+
+}  // namespace quantkit::cuda
+
+#endif  // QK_EMULATOR
+
+// From here on plain C++ over what is above: the same code under the emulator.
+namespace quantkit::cuda {
+
+QK_DEVICE float widen(float value) { return value; }
+QK_DEVICE float widen(BFloat16 value) { return as_float(static_cast<uint32_t>(value.bits) << 16); }
+template <class T>
+QK_DEVICE float low_half(uint32_t pair) {
+  return widen(T{static_cast<uint16_t>(pair & 0xFFFF)});
+}
+template <class T>
+QK_DEVICE float high_half(uint32_t pair) {
+  return widen(T{static_cast<uint16_t>(pair >> 16)});
+}
+
+// Two codes (the low 16 bits) to two float16 holding `value / kFactor`; finite codes only. Where the
+// processor converts, the factor is 1; elsewhere bits move, as in ../cpu/formats.h.
+template <class Format>
+struct Decode {
+  static constexpr float kFactor = Format::kHalfFactor;  // multiply the sum by this
+  QK_DEVICE static uint32_t pair(uint32_t codes) {
+    // bytes 0 and 1 into the high halves' places
+    const uint32_t spread = choose_bytes(codes, 0, 0x1404);  // [0, c0, 0, c1] as halves c << 8
+    if constexpr (Format::kHalfShift == 0) return spread;
+    const uint32_t sign = spread & 0x80008000u;
+    return sign | ((spread & 0x7F007F00u) >> Format::kHalfShift);
+  }
+};
+#ifdef QK_CONVERTS_E4M3
+template <>
+struct Decode<E4M3> {
+  static constexpr float kFactor = 1.0f;
+  QK_DEVICE static uint32_t pair(uint32_t codes) {
+    return decode_pair_e4m3(static_cast<uint16_t>(codes));
+  }
+};
+#endif
+
+// Two floats to two E4M3 codes, `low` in the low byte: to nearest even, saturating at 448.
+QK_DEVICE uint16_t encode_pair(float low, float high) {
+#ifdef QK_CONVERTS_E4M3
+  return encode_pair_e4m3(low, high);
+#else
+  const float values[2] = {low, high};
+  uint32_t out = 0;
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t bits = as_bits(values[i]);
+    const uint32_t sign = (bits >> 24) & 0x80;
+    const uint32_t magnitude = bits & 0x7FFFFFFF;
+    uint32_t code;
+    if (magnitude > 0x7F800000) {
+      code = 0x7F;
+    } else if (magnitude >= 0x43E00000) {  // 448
+      code = 0x7E;
+    } else if (magnitude < 0x3C800000) {  // below 2^-6 the step is 2^-9, float32's in [2^14, 2^15)
+      code = as_bits(as_float(magnitude) + 16384.0f) - as_bits(16384.0f);
+    } else {
+      code = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) - 0x3C000000) >> 20;
+      code = code > 0x7E ? 0x7E : code;
+    }
+    out |= (sign | code) << (8 * i);
+  }
+  return static_cast<uint16_t>(out);
+#endif
+}
+
+QK_DEVICE float warp_sum(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) value += __shfl_xor_sync(kAllLanes, value, step);
+  return value;
+}
+QK_DEVICE float warp_max(float value) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    value = fmaxf(value, __shfl_xor_sync(kAllLanes, value, step));
+  }
+  return value;
+}
+
+}  // namespace quantkit::cuda

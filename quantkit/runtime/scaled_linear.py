@@ -1,0 +1,120 @@
+"""Linear layers that multiply 8-bit inputs with 8-bit weights (W8A8), as GPUs can.
+
+A few rows are no faster that way, because reading the weights is all the time: they keep their
+16-bit inputs, which is more accurate. `after_norm` and `after_add_norm` join a layer
+to the norm in front of it, so that its input is rounded where it is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantkit.attention_ops import rms_norm
+from quantkit.decoder_ops import StepLinear
+from quantkit.numerics import E4M3
+from quantkit.row_ops import (
+    QuantizedRows,
+    add_rms_norm,
+    add_rms_norm_quantize,
+    gate_mul,
+    quantize_rows,
+    rms_norm_quantize,
+)
+from quantkit.runtime.layers import Fp8Linear, Linear
+from quantkit.scaled_ops import MULTIPLE, scaled_mm
+from quantkit.scheme import QuantSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledLinear:
+    """An Fp8Linear whose input is rounded to E4M3 when it has more than `few_rows` rows.
+
+    `plain` has the same weights and does not round; `codes` [N', K'] and `scale` float32 [N'] are
+    its weight with both sizes rounded up to `MULTIPLE`, the padding being zeros. `input_scale` is
+    float32 [1], or None to scale every row on its own.
+    """
+
+    plain: Fp8Linear
+    codes: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    input_scale: Tensor | None
+    few_rows: int
+
+    @classmethod
+    def wrap(cls, layer: Fp8Linear, few_rows: int) -> Self | None:
+        """Return the layer with its input quantizer put to work; None if that does not fit."""
+        if layer.inputs is None or layer.outliers is not None or layer.scale.shape[1] != 1:
+            return None
+        if layer.codes.dtype != E4M3.dtype or not _scales_whole_rows(layer.inputs.spec):
+            return None
+        rows, columns = (-size % MULTIPLE for size in layer.codes.shape)
+        codes = F.pad(layer.codes.view(torch.uint8), (0, columns, 0, rows)).view(E4M3.dtype)
+        return cls(
+            plain=layer.without_input_quantizer(),
+            codes=codes if rows or columns else layer.codes,
+            scale=F.pad(layer.scale.view(-1), (0, rows)),
+            bias=None if layer.bias is None else F.pad(layer.bias, (0, rows)),
+            input_scale=layer.inputs.scale,
+            few_rows=few_rows,
+        )
+
+    def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return y. Shapes: [num_tokens, in_features] -> [num_tokens, out_features]."""
+        if len(x) <= self.few_rows:
+            return self.plain(x, dtype)
+        return self.multiply(quantize_rows(x, self.input_scale), dtype or x.dtype)
+
+    def multiply(self, x: QuantizedRows, dtype: torch.dtype) -> Tensor:
+        """Return y of an input that is in 8 bits already."""
+        missing = self.codes.shape[1] - x.codes.shape[1]
+        if missing:
+            padded = F.pad(x.codes.view(torch.uint8), (0, missing)).view(E4M3.dtype)
+            x = QuantizedRows(padded, x.scales)
+        y = scaled_mm(x, self.codes, self.scale, self.bias, dtype)
+        rows = self.plain.codes.shape[0]
+        return y if y.shape[1] == rows else y[:, :rows].contiguous()
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """Return act(gate) * up, the first half of the rows being gate."""
+        if len(x) <= self.few_rows:
+            return self.plain.gated(x, activation)
+        return gate_mul(self(x), activation)
+
+    def for_step(self) -> StepLinear | None:
+        """Return None: `decoder_step` is for CPUs."""
+        return None
+
+    def scaled(self, num_rows: int) -> ScaledLinear | None:
+        """Return the layer if it multiplies `num_rows` rows in 8 bits."""
+        return self if num_rows > self.few_rows else None
+
+
+def after_norm(linear: Linear, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return `linear(rms_norm(hidden, weight, eps))`."""
+    scaled = linear.scaled(len(hidden))
+    if scaled is None:
+        return linear(rms_norm(hidden, weight, eps))
+    rows = rms_norm_quantize(hidden, weight, eps, scaled.input_scale)
+    return scaled.multiply(rows, hidden.dtype)
+
+
+def after_add_norm(
+    linear: Linear, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return `total = hidden + delta` and `linear(rms_norm(total, weight, eps))`."""
+    scaled = linear.scaled(len(hidden))
+    if scaled is None:
+        total, normed = add_rms_norm(hidden, delta, weight, eps)
+        return total, linear(normed)
+    total, rows = add_rms_norm_quantize(hidden, delta, weight, eps, scaled.input_scale)
+    return total, scaled.multiply(rows, hidden.dtype)
+
+
+def _scales_whole_rows(spec: QuantSpec) -> bool:
+    return spec.fmt == E4M3 and spec.group_size is None and spec.block_shape is None
