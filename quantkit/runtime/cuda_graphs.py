@@ -22,9 +22,6 @@ from quantkit.runtime.kv_cache import CacheStep, PagedCache
 MAX_GRAPHS: Final = 16
 """Graphs kept for one cache; the one not used for longest goes first. Each holds activations."""
 
-MAX_TOKENS: Final = 512
-"""Steps of more tokens are not recorded: their kernels run for longer than launching takes."""
-
 RunStep = Callable[[Tensor, PagedCache, CacheStep], Tensor]
 """(token ids, cache, step), on the device -> [num_tokens, hidden_size]."""
 
@@ -113,8 +110,8 @@ class StepGraphs:
         """
         graphs = self._by_cache.setdefault(cache, OrderedDict())
         shape = (cache.version, step.num_tokens, len(step.sequences), cache.max_blocks)
-        if shape not in graphs:
-            if step.num_tokens <= MAX_TOKENS:
+        if step.is_prefill or shape not in graphs:
+            if not step.is_prefill:
                 graphs[shape] = None
             return self._run(input_ids.to(self._device), cache, step.to(self._device))
         recorded = graphs[shape] or self._record(input_ids, cache, step)

@@ -17,7 +17,7 @@ from torch import Tensor
 from quantkit.attention_ops import causal_attention, rms_norm, rotary
 from quantkit.decoder_ops import StepLayers, decoder_step
 from quantkit.errors import GenerationError
-from quantkit.extension import EXTENSION_LOADED
+from quantkit.extension import EXTENSION_LOADED, load_cuda_kernels
 from quantkit.ops import FEW_ROWS
 from quantkit.row_ops import add_rms_norm
 from quantkit.runtime.cuda_graphs import StepGraphs
@@ -150,9 +150,8 @@ class Decoder:
         )
         reader.check_all_used()
         self._fused = self._fuse()
-        self._graphs = (
-            StepGraphs(self.run_step, self.device) if self.device.type == "cuda" else None
-        )
+        records = self.device.type == "cuda" and self.dtype != torch.float32 and load_cuda_kernels()
+        self._graphs = StepGraphs(self.run_step, self.device) if records else None
         self._layout = CacheLayout(
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,

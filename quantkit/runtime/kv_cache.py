@@ -69,6 +69,14 @@ class CacheStep:
         """New tokens of all sequences."""
         return self.last_rows[-1] + 1
 
+    @property
+    def is_prefill(self) -> bool:
+        """Whether there are more new tokens than an attention kernel for few queries is made for.
+
+        Only then may what runs depend on the lengths that are known here, see `cuda_graphs`.
+        """
+        return self.num_tokens > FEW_QUERIES * len(self.sequences)
+
     def to(self, device: torch.device) -> CacheStep:
         """Return the same step with its tensors on another device."""
         return replace(
@@ -192,7 +200,7 @@ class PagedCache:
 
         Shapes: query [num_tokens, heads, head_dim] -> the same.
         """
-        if query.is_cuda and step.num_tokens > FEW_QUERIES * len(step.sequences):
+        if query.is_cuda and step.is_prefill:
             return self._attend_prefill(layer, query, step, scale, window)
         k_scale, v_scale = self._scales(layer)
         return paged_attention(

@@ -14,7 +14,7 @@ import torch
 
 from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.errors import CheckpointError, UnsupportedError, nearest
-from quantkit.extension import EXTENSION_LOADED
+from quantkit.extension import EXTENSION_LOADED, load_cuda_kernels
 from quantkit.ops import CUDA_FEW_ROWS
 from quantkit.runtime.decoder import Decoder, Rotation
 from quantkit.runtime.engine import Engine
@@ -65,7 +65,7 @@ def load_engine(
     checkpoint = open_checkpoint(path, kv=kv != "none")
     if kv == "fp8" and checkpoint.scheme.kv is None:
         raise CheckpointError(f"{path} has no KV scales; load with kv='none', or calibrate again")
-    _report_kernels()
+    _report_kernels(target.type)
     inputs = _input_spec(checkpoint, activations, target)
     few_rows = CUDA_FEW_ROWS if activations == "auto" else 0
     reader = WeightReader(checkpoint, target, _resolve_dtype(checkpoint, dtype), inputs, few_rows)
@@ -100,10 +100,11 @@ def _build(reader: WeightReader, quantize_kv: bool) -> Engine:
     return Decoder(reader, shape, Rotation(frequencies.to(reader.device), factor), scales)
 
 
-@lru_cache(maxsize=1)
-def _report_kernels() -> None:
-    """Say once per process if the compiled kernels are missing."""
-    if not EXTENSION_LOADED:
+@lru_cache(maxsize=2)
+def _report_kernels(device_type: str) -> None:
+    """Load the kernels for a device; say once per process if they are missing."""
+    loaded = load_cuda_kernels() if device_type == "cuda" else EXTENSION_LOADED
+    if not loaded:
         logger.warning("the compiled kernels are not in use; the reference kernels are slow")
 
 

@@ -59,7 +59,7 @@ class ScaledLinear:
             plain=layer.without_input_quantizer(),
             codes=codes if rows or columns else layer.codes,
             scale=F.pad(layer.scale.view(-1), (0, rows)),
-            bias=None if layer.bias is None else F.pad(layer.bias, (0, rows)),
+            bias=None if layer.bias is None else F.pad(layer.bias.float(), (0, rows)),
             input_scale=layer.inputs.scale,
             few_rows=few_rows,
         )

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quantkit.attention_ops import rms_norm
 from quantkit.checkpoint import QuantizedWeight
 from quantkit.errors import CheckpointError
 from quantkit.numerics import E3M4, E4M3, amax_to_scale, fake_quantize, quantize, tile_amax
-from quantkit.runtime.layers import DenseLinear, Fp8Linear, GatedMlp, InputQuantizer, check_codes
+from quantkit.runtime.layers import DenseLinear, Fp8Linear, InputQuantizer, check_codes
+from quantkit.runtime.mlp import GatedMlp
 from quantkit.scheme import Granularity, QuantSpec
 
 SPECS = {
@@ -89,7 +91,9 @@ def test_gated_mlp_equals_its_definition(activation: str, num_tokens: int) -> No
         "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
         "relu": F.relu,
     }[activation]
-    x = torch.randn(num_tokens, 72)
+    hidden, norm = torch.randn(num_tokens, 72), torch.rand(72) + 0.5
+    delta = torch.randn(num_tokens, 72)
+    x = rms_norm(hidden + delta, norm, 1e-6)
     expected = plain(act(plain(x, [gate])) * plain(x, [up]), [down])
     fp8 = GatedMlp(Fp8Linear.stack([gate, up], None), Fp8Linear.stack([down], None), activation)
     dense = GatedMlp(
@@ -97,8 +101,10 @@ def test_gated_mlp_equals_its_definition(activation: str, num_tokens: int) -> No
         DenseLinear(down.dequantize()),
         activation,
     )
-    torch.testing.assert_close(fp8(x), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(dense(x), expected, rtol=1e-4, atol=1e-4)
+    for mlp in (fp8, dense):
+        total, got = mlp.after_add_norm(hidden, delta, norm, 1e-6)
+        assert torch.equal(total, hidden + delta)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_layers_that_share_an_input_use_the_largest_input_scale() -> None:

@@ -1,0 +1,1 @@
+"""Tests that need an NVIDIA GPU and the compiled CUDA kernels; `make gpu-check` runs them."""

@@ -1,0 +1,174 @@
+"""Everything that needs a GPU, in one run of a few minutes: `make gpu-check`.
+
+    python -m tests.gpu.check [--quick] [--skip-tests] [--tiles] [--out FOLDER]
+
+Correctness first (exit code 1 if it fails; the rest still runs), then every kernel beside the
+GPU's limits and torch's kernels, then a model of Llama 3 8B's sizes with random weights in
+bfloat16, FP8, and FP8 with an FP8 cache. The tables are printed last, and written to FOLDER.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.bench.gpu_kernels import (
+    GpuKernelSpeed,
+    GpuLimits,
+    measure_gpu_kernels,
+    measure_limits,
+)
+from quantkit.bench.gpu_model import KINDS, ModelSpeed, measure_kind
+from quantkit.bench.gpu_tiles import TileSpeed, measure_tiles
+from quantkit.bench.random_weights import LLAMA_3_8B
+from quantkit.extension import load_cuda_kernels
+
+WORK = [(2000, 200), (5000, 500), (10000, 1000)]
+BATCHES = [1, 4, 16, 64]
+ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096]
+TILE_ROWS = [1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 4096]
+CONTEXTS = [(1, 1024), (1, 10000), (4, 10000), (16, 5000), (64, 2000)]
+
+
+def main() -> int:
+    options = parse_options()
+    if not torch.cuda.is_available() or not load_cuda_kernels():
+        sys.stderr.write("needs a CUDA GPU and quantkit/_cuda*.so (make cuda)\n")
+        return 2
+    device = torch.device("cuda", torch.cuda.current_device())
+    record: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    failures = [] if options.skip_tests else attempt("tests", run_tests, record)
+    failures += attempt("kernels", lambda: kernels(device, options.quick, record), record)
+    if options.tiles:
+        failures += attempt("tiles", lambda: tiles(device, record), record)
+    failures += attempt("model", lambda: models(device, options.quick, record), record)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "gpu-check.json").write_text(json.dumps(record, indent=1))
+    print_tables(record)
+    for failure in failures:
+        print("FAILED:", failure)
+    return 1 if failures else 0
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="fewer sizes")
+    parser.add_argument("--skip-tests", action="store_true", help="only measure")
+    parser.add_argument("--tiles", action="store_true", help="measure every tile of scaled_mm")
+    parser.add_argument("--out", type=Path, default=Path("build/gpu-check"))
+    return parser.parse_args()
+
+
+def attempt(name: str, job: Callable[[], None], record: dict[str, Any]) -> list[str]:
+    """Run one part; one that fails must not take the others with it."""
+    begin = time.perf_counter()
+    failures = []
+    try:
+        job()
+    except Exception as error:
+        traceback.print_exc()
+        failures = [f"{name}: {error}"]
+    record[f"{name}_seconds"] = time.perf_counter() - begin
+    print(f"--- {name}: {record[f'{name}_seconds']:.1f} s", flush=True)
+    torch.cuda.empty_cache()
+    return failures
+
+
+def run_tests() -> None:
+    code = pytest.main(["tests/gpu", "-q", "--tb=short", "--durations=5", "--maxfail=60"])
+    if code != 0:
+        raise RuntimeError(f"pytest exited with {code}")
+
+
+def kernels(device: torch.device, quick: bool, record: dict[str, Any]) -> None:
+    limits = measure_limits(device, repeats=5)
+    record["limits"] = asdict(limits)
+    rows = ROWS[::3] if quick else ROWS
+    contexts = CONTEXTS[1:3] if quick else CONTEXTS
+    speeds = measure_gpu_kernels(LLAMA_3_8B, limits, device, rows, contexts, repeats=5)
+    record["kernels"] = [asdict(speed) for speed in speeds]
+
+
+def tiles(device: torch.device, record: dict[str, Any]) -> None:
+    sizes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
+    speeds = measure_tiles(sizes, TILE_ROWS, device, repeats=3)
+    record["tiles"] = [asdict(speed) for speed in speeds]
+
+
+def models(device: torch.device, quick: bool, record: dict[str, Any]) -> None:
+    record["model"] = []
+    for kind in KINDS:
+        work = WORK[-1:] if quick else WORK
+        batches = [1, 4] if quick else BATCHES
+        speeds = measure_kind(LLAMA_3_8B, kind, work, batches, device)
+        record["model"] += [asdict(speed) for speed in speeds]
+        torch.cuda.empty_cache()
+
+
+def print_tables(record: dict[str, Any]) -> None:
+    if "limits" in record:
+        limits = GpuLimits(**record["limits"])
+        print(
+            f"\n{limits.name}: copies {limits.copy_gb_per_second:.0f} GB/s, torch multiplies bf16 "
+            f"at {limits.bf16_tflops:.0f} and fp8 at {limits.fp8_tflops:.0f} TFLOP/s"
+        )
+    print_kernels([GpuKernelSpeed(**row) for row in record.get("kernels", [])])
+    print_tiles([TileSpeed(**row) for row in record.get("tiles", [])])
+    print_models([ModelSpeed(**row) for row in record.get("model", [])])
+
+
+def print_kernels(speeds: list[GpuKernelSpeed]) -> None:
+    print(
+        f"\n{'kernel':24} {'shape':32} {'us':>9} {'GB/s':>6} {'TFLOP/s':>8} {'limit':>6} "
+        f"{'x torch':>8}"
+    )
+    for s in speeds:
+        gb = "" if s.gb_per_second is None else f"{s.gb_per_second:.0f}"
+        tflops = "" if s.tflops is None else f"{s.tflops:.0f}"
+        ratio = (
+            "" if s.torch_microseconds is None else f"{s.torch_microseconds / s.microseconds:.2f}"
+        )
+        print(
+            f"{s.kernel:24} {s.shape:32} {s.microseconds:9.1f} {gb:>6} {tflops:>8} "
+            f"{s.of_limit:6.2f} {ratio:>8}"
+        )
+
+
+def print_tiles(speeds: list[TileSpeed]) -> None:
+    """One line a size: microseconds of every tile, the quickest first."""
+    by_size: dict[tuple[int, int, int], list[TileSpeed]] = {}
+    for speed in speeds:
+        size = (speed.out_features, speed.in_features, speed.rows)
+        by_size.setdefault(size, []).append(speed)
+    for (out, columns, rows), found in by_size.items():
+        found.sort(key=lambda speed: speed.microseconds)
+        cells = "  ".join(f"{speed.tile} {speed.microseconds:.1f}" for speed in found)
+        print(f"{rows:5} x {columns} x {out}: {cells}")
+
+
+def print_models(speeds: list[ModelSpeed]) -> None:
+    base = {(s.prompt_tokens, s.new_tokens, s.batch): s.total for s in speeds if s.kind == "bf16"}
+    print(
+        f"\n{'Llama 3 8B, random':20} {'in/out':>11} {'batch':>5} {'prefill s':>9} {'step ms':>8} "
+        f"{'tok/s':>8} {'x bf16':>7}"
+    )
+    for s in speeds:
+        ratio = base.get((s.prompt_tokens, s.new_tokens, s.batch), float("nan")) / s.total
+        print(
+            f"{s.kind:20} {f'{s.prompt_tokens}/{s.new_tokens}':>11} {s.batch:5} {s.prefill:9.3f} "
+            f"{1e3 * s.step:8.2f} {s.tokens_per_second:8.1f} {ratio:7.2f}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

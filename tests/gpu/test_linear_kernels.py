@@ -1,0 +1,150 @@
+"""Linear layers on the GPU against float64, at the sizes of real models and at tile edges."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit import numerics, ops
+from quantkit.row_ops import QuantizedRows, quantize_rows
+from quantkit.scaled_ops import scaled_mm
+from tests.gpu import oracles
+
+DEVICE = torch.device("cuda")
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "e3m4": torch.uint8}
+HALVES = pytest.mark.parametrize("dtype", UNIT, ids=lambda d: str(d).removeprefix("torch."))
+
+
+def random_weight(rows: int, columns: int, fmt: str, group: int) -> tuple[Tensor, Tensor]:
+    special = {"e4m3": 0x7F, "e5m2": 0x7C, "e3m4": 0x70}[fmt]
+    codes = torch.randint(0, special, (rows, columns), dtype=torch.uint8, device=DEVICE)
+    codes |= torch.randint(0, 2, codes.shape, dtype=torch.uint8, device=DEVICE) << 7
+    scale = torch.rand(rows, -(-columns // group), device=DEVICE) * 0.01 + 0.001
+    return codes.view(FORMATS[fmt]), scale
+
+
+def assert_sums(actual: Tensor, exact: Tensor, magnitude: Tensor, sums: float = 2.0**-18) -> None:
+    """Allow one rounding of the result, and `sums` of the summed magnitudes."""
+    error = (actual.double() - exact).abs()
+    allowed = UNIT[actual.dtype] * exact.abs() + sums * magnitude
+    worst = (error / allowed.clamp(min=1e-30)).max().item() if error.numel() else 0.0
+    assert actual.isfinite().all()
+    assert worst <= 1.0, f"error reaches {worst} of what is allowed"
+
+
+SHAPES = [(4096, 4096), (6144, 4096), (4096, 14336), (576, 1536), (1000, 576), (24, 80), (7, 33)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 7, 8, 9, 16, 17, 32, 33, 70])
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@HALVES
+def test_few_rows(dtype: torch.dtype, rows: int, columns: int, count: int) -> None:
+    codes, scale = random_weight(rows, columns, "e4m3", columns)
+    x, bias = torch.randn(count, columns, device=DEVICE).to(dtype), torch.randn(rows, device=DEVICE)
+    x[:, 0] *= 100  # an outlier
+    bias = bias.to(dtype)
+    actual = torch.ops.quantkit.fp8_linear(x, codes, scale, bias, columns)
+    exact = oracles.linear(x, codes, scale, "e4m3", bias)
+    magnitude = x.double().abs() @ oracles.code_values(codes, "e4m3").abs().T * scale.double().T
+    assert_sums(actual, exact, magnitude)
+    alone = torch.ops.quantkit.fp8_linear(x[-1:].contiguous(), codes, scale, bias, columns)
+    again = torch.ops.quantkit.fp8_linear(x, codes, scale, bias, columns)
+    assert torch.equal(actual, again)
+    if count <= 32:
+        assert torch.equal(alone, actual[-1:]), "a row depends on its batch"
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("group", [64, 128, 256, 4096])
+@pytest.mark.parametrize("count", [1, 5, 20])
+@HALVES
+def test_formats_and_groups(dtype: torch.dtype, count: int, group: int, fmt: str) -> None:
+    codes, scale = random_weight(640, 1024, fmt, min(group, 1024))
+    x = torch.randn(count, 1024, device=DEVICE).to(dtype) * 0.1
+    actual = torch.ops.quantkit.fp8_linear(x, codes, scale, None, min(group, 1024))
+    exact = oracles.linear(x, codes, scale, fmt, None)
+    values = oracles.code_values(codes, fmt).abs() * scale.double().amax(1, keepdim=True)
+    if float(exact.abs().max()) < 6e4:
+        assert_sums(actual, exact, x.double().abs() @ values.T)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("count", [1, 8, 16, 32])
+@pytest.mark.parametrize(("inner", "columns"), [(14336, 4096), (1536, 576), (20, 48)])
+def test_gated(inner: int, columns: int, count: int, activation: str) -> None:
+    codes, scale = random_weight(2 * inner, columns, "e4m3", columns)
+    scale = scale / columns**0.5
+    x = torch.randn(count, columns, device=DEVICE).bfloat16()
+    actual = torch.ops.quantkit.fp8_gated_linear(x, codes, scale, None, columns, activation)
+    gate, up = oracles.linear(x, codes, scale, "e4m3", None).chunk(2, dim=1)
+    exact = oracles.activate(gate, activation) * up
+    values = oracles.code_values(codes, "e4m3").abs() * scale.double()
+    first, second = (x.double().abs() @ values.T).chunk(2, dim=1)
+    assert_sums(actual, exact, first * second + first * up.abs() + second)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("group", [128, 333])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_dequantize_is_exact(dtype: torch.dtype, group: int, fmt: str) -> None:
+    codes, scale = random_weight(257, 1000, fmt, group)
+    actual = ops.dequantize_weight(codes, scale, group, dtype)
+    named = numerics.FORMATS[fmt]
+    expected = numerics.dequantize(codes.cpu(), scale.cpu(), named, (1, group), dtype)
+    assert torch.equal(actual.cpu(), expected)
+
+
+COUNTS = [1, 3, 16, 17, 32, 33, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 2048]
+MATRICES = [
+    (4096, 4096),
+    (6144, 4096),
+    (4096, 14336),
+    (1024, 4096),
+    (576, 1536),
+    (48, 32),
+    (16, 16),
+]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize(("rows", "columns"), MATRICES)
+def test_scaled_mm(rows: int, columns: int, count: int) -> None:
+    codes, scale = random_weight(rows, columns, "e4m3", columns)
+    scale, bias = scale.view(-1), torch.randn(rows, device=DEVICE).bfloat16()
+    x = quantize_rows(torch.randn(count, columns, device=DEVICE).bfloat16())
+    actual = scaled_mm(x, codes, scale, bias, torch.bfloat16)
+    values = oracles.code_values(x.codes, "e4m3") * x.scales.double().view(-1, 1)
+    exact = oracles.linear(values, codes, scale.view(-1, 1), "e4m3", bias)
+    weights = oracles.code_values(codes, "e4m3").abs() * scale.double().view(-1, 1)
+    # Hopper's FP8 units add in about 14 bits.
+    assert_sums(actual, exact, values.abs() @ weights.T, sums=2.0**-12)
+    assert torch.equal(actual, scaled_mm(x, codes, scale, bias, torch.bfloat16))
+
+
+@pytest.mark.parametrize("activation", ["none", "silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("count", [5, 40, 100, 300])
+@HALVES
+def test_scaled_mm_epilogues(dtype: torch.dtype, count: int, static: bool, activation: str) -> None:
+    codes, scale = random_weight(512, 1024, "e4m3", 1024)
+    scale = scale.view(-1) / 1000
+    given = torch.tensor([0.01], device=DEVICE) if static else None
+    x = quantize_rows(torch.randn(count, 1024, device=DEVICE).to(dtype), given)
+    actual = scaled_mm(x, codes, scale, None, dtype, activation)
+    values = oracles.code_values(x.codes, "e4m3") * x.scales.double().view(-1, 1)
+    exact = oracles.linear(values, codes, scale.view(-1, 1), "e4m3", None)
+    weights = oracles.code_values(codes, "e4m3").abs() * scale.double().view(-1, 1)
+    magnitude = values.abs() @ weights.T
+    if activation != "none":
+        exact = oracles.activate(exact, activation)
+    assert_sums(actual, exact, magnitude, sums=2.0**-11)
+
+
+def test_scaled_mm_of_no_rows_is_empty() -> None:
+    codes, scale = random_weight(64, 32, "e4m3", 32)
+    rows = QuantizedRows(codes[:0], scale.view(-1)[:0])
+    assert scaled_mm(rows, codes, scale.view(-1), None, torch.bfloat16).shape == (0, 64)
+    x = torch.empty(0, 32, device=DEVICE).bfloat16()
+    assert ops.fp8_linear(x, codes, scale, None, 32).shape == (0, 64)
