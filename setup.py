@@ -1,14 +1,18 @@
-"""Metadata of quantkit, and its C++ extension `quantkit/_cpu` (sources in csrc/).
+"""Metadata of quantkit, and its C++ extensions `quantkit/_cpu` and `_cuda` (sources in csrc/).
 
-The extension uses the stable ABI of LibTorch only, so one binary serves every torch >= 2.10 and
-every Python. It is optional: where it cannot be built, quantkit installs without it and runs on
+The extensions use the stable ABI of LibTorch only, so one binary serves every torch >= 2.10 and
+every Python. They are optional: where one cannot be built, quantkit installs without it and runs on
 its slow reference kernels. Build with `pip install --no-build-isolation -e .`, because isolation
-hides the installed torch.
+hides the installed torch. `_cuda` is built where torch has CUDA, or where QUANTKIT_CUDA_ARCHS says
+for which GPUs.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,29 +29,41 @@ class BuildExtension(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         try:
-            ext.include_dirs, ext.library_dirs = torch_dirs()
+            root = torch_root()
+            if ext.name == "quantkit._cuda":
+                build_cuda(root, self.get_ext_fullpath(ext.name))
+                return
+            ext.include_dirs, ext.library_dirs = [str(root / "include")], [str(root / "lib")]
             super().build_extension(ext)
         except Exception as error:  # a missing torch, compiler or linker must not stop the install
             sys.stderr.write(
-                "\nquantkit: WARNING: the C++ kernels were not built; quantkit will run on its slow"
+                f"\nquantkit: WARNING: {ext.name} was not built; quantkit will run on its slow"
                 f" reference kernels.\nquantkit: reason: {error}\n"
-                "quantkit: to build them, install torch >= 2.10 and a C++20 compiler, then run"
+                "quantkit: to build it, install torch >= 2.10 and a C++20 compiler (for _cuda also"
+                " nvcc and the nvidia-cutlass wheel), then run"
                 " pip install --no-build-isolation -e .\n\n"
             )
 
 
-def torch_dirs() -> tuple[list[str], list[str]]:
-    """Return the include and library folders of the installed torch, without importing it."""
+def torch_root() -> Path:
+    """Return the folder of the installed torch, without importing it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise RuntimeError("torch is not installed here (is pip using build isolation?)")
     root = Path(spec.origin).parent
     if not (root / "include/torch/csrc/stable/library.h").exists():
         raise RuntimeError(f"torch at {root} has no stable ABI headers; torch >= 2.10 has")
-    return [str(root / "include")], [str(root / "lib")]
+    return root
 
 
-extension = Extension(
+def build_cuda(torch: Path, output: str) -> None:
+    """Build the CUDA kernels, unless neither torch nor the user asks for them."""
+    has_cuda = runpy.run_path(str(torch / "version.py"))["cuda"] is not None
+    if has_cuda or os.environ.get("QUANTKIT_CUDA_ARCHS"):
+        subprocess.run([sys.executable, "csrc/build_cuda.py", "--output", output], check=True)
+
+
+cpu_extension = Extension(
     "quantkit._cpu",
     SOURCES,
     depends=HEADERS,
@@ -68,6 +84,7 @@ extension = Extension(
     optional=True,  # an editable install then does not insist on a file to copy
     py_limited_api=True,  # it uses no Python API at all; this names it _cpu.abi3.so
 )
+cuda_extension = Extension("quantkit._cuda", [], optional=True, py_limited_api=True)
 
 setup(
     name="quantkit",
@@ -86,7 +103,7 @@ setup(
         "quantkit.inspection": ["report.html"],
         "quantkit.calibrate": ["recipes/*.toml", "corpus/*.txt"],
     },
-    ext_modules=[extension],
+    ext_modules=[cpu_extension, cuda_extension],
     cmdclass={"build_ext": BuildExtension},
     options={"bdist_wheel": {"py_limited_api": "cp311"}},
     install_requires=[

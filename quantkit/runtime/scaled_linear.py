@@ -17,11 +17,11 @@ from torch import Tensor
 from quantkit.attention_ops import rms_norm
 from quantkit.decoder_ops import StepLinear
 from quantkit.numerics import E4M3
+from quantkit.ops import gate_mul
 from quantkit.row_ops import (
     QuantizedRows,
     add_rms_norm,
     add_rms_norm_quantize,
-    gate_mul,
     quantize_rows,
     rms_norm_quantize,
 )

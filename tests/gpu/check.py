@@ -1,6 +1,6 @@
 """Everything that needs a GPU, in one run of a few minutes: `make gpu-check`.
 
-    python -m tests.gpu.check [--quick] [--skip-tests] [--tiles] [--out FOLDER]
+    python -m tests.gpu.check [--quick] [--skip-tests] [--tiles] [--sanitize] [--out FOLDER]
 
 Correctness first (exit code 1 if it fails; the rest still runs), then every kernel beside the
 GPU's limits and torch's kernels, then a model of Llama 3 8B's sizes with random weights in
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from quantkit.bench.random_weights import LLAMA_3_8B
 from quantkit.extension import load_cuda_kernels
 
 WORK = [(2000, 200), (5000, 500), (10000, 1000)]
+SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 BATCHES = [1, 4, 16, 64]
 ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096]
 TILE_ROWS = [1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 4096]
@@ -48,6 +51,9 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     record: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
     failures = [] if options.skip_tests else attempt("tests", run_tests, record)
+    if options.sanitize:
+        for tool in SANITIZERS:
+            failures += attempt(tool, partial(sanitize, tool), record)
     failures += attempt("kernels", lambda: kernels(device, options.quick, record), record)
     if options.tiles:
         failures += attempt("tiles", lambda: tiles(device, record), record)
@@ -65,6 +71,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="fewer sizes")
     parser.add_argument("--skip-tests", action="store_true", help="only measure")
     parser.add_argument("--tiles", action="store_true", help="measure every tile of scaled_mm")
+    parser.add_argument("--sanitize", action="store_true", help="compute-sanitizer, minutes")
     parser.add_argument("--out", type=Path, default=Path("build/gpu-check"))
     return parser.parse_args()
 
@@ -85,9 +92,22 @@ def attempt(name: str, job: Callable[[], None], record: dict[str, Any]) -> list[
 
 
 def run_tests() -> None:
-    code = pytest.main(["tests/gpu", "-q", "--tb=short", "--durations=5", "--maxfail=60"])
+    code = pytest.main(
+        ["tests/gpu", "-q", "--tb=short", "--durations=5", "--maxfail=40", "-p", "no:cacheprovider"]
+    )
     if code != 0:
         raise RuntimeError(f"pytest exited with {code}")
+
+
+def sanitize(tool: str) -> None:
+    """Run every kernel of ours under one tool of compute-sanitizer."""
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", "--kernel-regex"]
+    command += ["kns=quantkit", sys.executable, "-m", "tests.gpu.small_calls"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+    print("\n".join(result.stdout.splitlines()[-4:]))
+    if result.returncode != 0:
+        print(result.stdout[-3000:], result.stderr[-1000:])
+        raise RuntimeError(f"exit code {result.returncode}")
 
 
 def kernels(device: torch.device, quick: bool, record: dict[str, Any]) -> None:

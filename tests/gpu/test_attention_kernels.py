@@ -25,7 +25,7 @@ def new_cache(
     caches = []
     for _ in range(2):
         cache = torch.randn(shape, device=DEVICE)
-        cache = (cache * 100).to(E4M3) if kind == E4M3 else cache.to(kind)
+        cache = (cache * 100).clamp(-448, 448).to(E4M3) if kind == E4M3 else cache.to(kind)
         bits = cache.view(torch.uint8) if kind == E4M3 else cache
         for table, length in zip(tables, lengths, strict=True):
             used = torch.zeros(width * block, dtype=torch.bool, device=DEVICE)

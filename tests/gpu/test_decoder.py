@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quantkit.bench.random_weights import LLAMA_3_8B, RandomWeights, random_decoder
+from quantkit.ops import CUDA_FEW_ROWS
 from quantkit.runtime.decoder import Decoder
 from quantkit.runtime.layers import DenseLinear, Fp8Linear
 
@@ -52,9 +53,10 @@ def test_logits_are_those_of_the_cpu(prompt: int) -> None:
             engine.forward(ids[at], [0], [count], cache, last_only=False).cpu()
             for engine, cache in zip((decoder, exact), caches, strict=True)
         )
-        # bfloat16 activations through three layers, and 8-bit ones in a long prefill.
+        # bfloat16 activations through three layers, and 8-bit ones in a long prefill, whose keys
+        # and values are what later tokens see.
         relative = (got - expected).norm() / expected.norm()
-        assert relative < (0.08 if count > 32 else 0.03), relative
+        assert relative < (0.08 if prompt > CUDA_FEW_ROWS else 0.03), relative
 
 
 @torch.inference_mode()

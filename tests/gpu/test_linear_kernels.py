@@ -118,8 +118,8 @@ def test_scaled_mm(rows: int, columns: int, count: int) -> None:
     values = oracles.code_values(x.codes, "e4m3") * x.scales.double().view(-1, 1)
     exact = oracles.linear(values, codes, scale.view(-1, 1), "e4m3", bias)
     weights = oracles.code_values(codes, "e4m3").abs() * scale.double().view(-1, 1)
-    # Hopper's FP8 units add in about 14 bits.
-    assert_sums(actual, exact, values.abs() @ weights.T, sums=2.0**-12)
+    # Hopper cuts what it adds, 32 columns at a time, to about 14 bits of the largest.
+    assert_sums(actual, exact, values.abs() @ weights.T, sums=2.0**-10)
     assert torch.equal(actual, scaled_mm(x, codes, scale, bias, torch.bfloat16))
 
 

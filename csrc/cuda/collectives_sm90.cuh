@@ -1,0 +1,47 @@
+// The two halves of a scaled_mm kernel on CUTLASS 3.x: its main loop and its epilogue, as types.
+// scaled_mm_sm90.cuh makes a kernel of them; tests/cuda runs the epilogue half on the host.
+//
+// CUTLASS computes D[M', N'] = A[M', K] * B[K, N'] with A row-major and B column-major, which is
+// how activations [M, K] and weights [N, K] lie in memory. With few rows of activations the
+// operands are swapped: A = weight, B = activations, D = transpose of the output, column-major, so
+// that the instruction's 64 rows are filled by weights and its narrow side takes the activations.
+//
+// No source matrix C: out is only written.
+#pragma once
+
+// CUTLASS captures `this` in lambdas in the way that C++20 deprecates.
+#pragma nv_diag_suppress 2908
+
+#include <cutlass/gemm/collective/collective_builder.hpp>
+
+#include "epilogue_sm90.cuh"
+
+namespace quantkit::cuda {
+
+// `Block` is one block's part of the tile: smaller than it where two SMs share a tile (sm_100).
+template <class Arch, class Tile, class Cluster, class MainloopSchedule, class EpilogueSchedule,
+          bool kSwap, class Block = Tile>
+struct ScaledMmCollectives {
+  static constexpr bool kSwapped = kSwap;
+  using TileShape = Tile;
+  using Code = cutlass::float_e4m3_t;
+  using Out = cutlass::bfloat16_t;  // or float16, see round_all
+  using OutLayout =
+      cute::conditional_t<kSwap, cutlass::layout::ColumnMajor, cutlass::layout::RowMajor>;
+  static constexpr int kCodeAlignment = 16;  // elements: 16 bytes
+  static constexpr int kOutAlignment = 8;
+
+  using Tree = EpilogueTree<Block, kSwap>;
+  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+      Arch, cutlass::arch::OpClassTensorOp, Tile, Cluster,
+      cutlass::epilogue::collective::EpilogueTileAuto, float, float, void, OutLayout, kOutAlignment,
+      Out, OutLayout, kOutAlignment, EpilogueSchedule, typename Tree::Callbacks>::CollectiveOp;
+  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+      Arch, cutlass::arch::OpClassTensorOp, Code, cutlass::layout::RowMajor, kCodeAlignment, Code,
+      cutlass::layout::ColumnMajor, kCodeAlignment, float, Tile, Cluster,
+      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
+          sizeof(typename Epilogue::SharedStorage))>,
+      MainloopSchedule>::CollectiveOp;
+};
+
+}  // namespace quantkit::cuda

@@ -1,0 +1,215 @@
+// kv_append, rotary_append and kv_gather: checks and launches.
+
+#include "kv_cache.cuh"
+
+#include "cache_view.h"
+#include "launch_overlapped.h"
+#include "ops.h"
+
+namespace quantkit::cuda {
+namespace {
+
+using MaybeTensor = std::optional<Tensor>;
+
+// Launches what kv_cache.cuh picks. All its kernels wait for the one before them.
+class Start {
+ public:
+  explicit Start(const Launch& launch) : launch_(launch) {}
+
+  template <class... Parameters, class... Arguments>
+  void operator()(void (*kernel)(Parameters...), dim3 grid, int threads,
+                  const Arguments&... arguments) const {
+    launch_overlapped(launch_.properties().architecture >= 90, kernel, grid, threads, 0,
+                      launch_.stream(), arguments...);
+    launch_.check();
+  }
+
+ private:
+  const Launch& launch_;
+};
+
+// Calls use(type) with the type of a cache's elements.
+template <class Use>
+void with_cache_type(WeightFormat type, const Use& use) {
+  switch (type) {
+    case WeightFormat::kFloat32: return use(float{});
+    case WeightFormat::kBFloat16: return use(BFloat16{});
+    case WeightFormat::kFloat16: return use(Half{});
+    default: return use(E4M3{});
+  }
+}
+
+CacheSide key_side(const CacheView& cache) {
+  return {cache.keys, cache.k_scale, cache.k_scale_stride};
+}
+CacheSide value_side(const CacheView& cache) {
+  return {cache.values, cache.v_scale, cache.v_scale_stride};
+}
+
+bool are_aligned(const CacheView& cache) {
+  return cache.head_dim % kChunk == 0 && is_aligned(cache.keys) && is_aligned(cache.values);
+}
+
+void check_rows_of(const char* op, const char* name, const Tensor& x, int64_t tokens,
+                   const CacheView& cache) {
+  check_shape(op, name, x, "[num_tokens, kv_heads, head_dim]",
+              {tokens, cache.heads, cache.head_dim});
+  check_rows(op, name, x);
+}
+
+// A norm's weight or angles, which may be absent.
+void check_optional(const char* op, const char* name, const MaybeTensor& tensor, const Tensor& x,
+                    const char* letters, std::initializer_list<int64_t> sizes) {
+  if (!tensor.has_value()) return;
+  check_shape(op, name, *tensor, letters, sizes);
+  check_layout(op, name, *tensor);
+  check_same_dtype(op, name, *tensor, x);
+}
+
+void check_both(const char* op, const char* first, const char* second, const MaybeTensor& a,
+                const MaybeTensor& b) {
+  if (a.has_value() != b.has_value()) {
+    fail(op, second, std::string("given if and only if ") + first + " is",
+         b.has_value() ? "a tensor" : "none");
+  }
+}
+
+}  // namespace
+
+void kv_append(Tensor key, Tensor value, Tensor k_cache, Tensor v_cache, MaybeTensor k_scale,
+               MaybeTensor v_scale, Tensor slots) {
+  const char* op = "kv_append";
+  const CacheView cache = cache_view(op, k_cache, v_cache, k_scale, v_scale);
+  const int64_t tokens = slots.numel();
+  check_rows_of(op, "key", key, tokens, cache);
+  check_rows_of(op, "value", value, tokens, cache);
+  if (value.scalar_type() != key.scalar_type()) {
+    fail(op, "value", "of key's dtype, " + dtype_text(key.scalar_type()),
+         dtype_text(value.scalar_type()));
+  }
+  const int64_t* slot_list = slot_data(op, slots, tokens);
+  const Launch launch = launch_on(op, key,
+                                  {{"value", value},
+                                   {"k_cache", k_cache},
+                                   {"v_cache", v_cache},
+                                   {"k_scale", k_scale},
+                                   {"v_scale", v_scale},
+                                   {"slots", slots}});
+  if (key.numel() == 0) return;
+  with_float_type(op, "key", key.scalar_type(), [&](auto type) {
+    using T = decltype(type);
+    AppendCall<T> call{.key = data<T>(key),
+                       .value = data<T>(value),
+                       .key_stride = key.stride(0),
+                       .value_stride = value.stride(0),
+                       .keys = key_side(cache),
+                       .values = value_side(cache),
+                       .slots = slot_list,
+                       .slot_count = cache.slots(),
+                       .tokens = tokens,
+                       .heads = cache.heads,
+                       .head_dim = cache.head_dim};
+    call.aligned = are_aligned(cache) && is_aligned(call.key) && is_aligned(call.value) &&
+                   call.key_stride % kChunk == 0 && call.value_stride % kChunk == 0;
+    with_cache_type(cache.type, [&](auto stored) {
+      start_append<decltype(stored)>(call, Start(launch));
+    });
+  });
+}
+
+Tensor rotary_append(Tensor qkv, MaybeTensor q_norm, MaybeTensor k_norm, double eps,
+                     MaybeTensor cos, MaybeTensor sin, Tensor k_cache, Tensor v_cache,
+                     MaybeTensor k_scale, MaybeTensor v_scale, Tensor slots, int64_t heads) {
+  const char* op = "rotary_append";
+  const CacheView cache = cache_view(op, k_cache, v_cache, k_scale, v_scale);
+  const int64_t tokens = slots.numel();
+  if (heads < 0) fail(op, "heads", "at least 0", std::to_string(heads));
+  check_shape(op, "qkv", qkv, "[num_tokens, heads + 2 kv_heads, head_dim]",
+              {tokens, heads + 2 * cache.heads, cache.head_dim});
+  check_layout(op, "qkv", qkv);
+  if (cache.head_dim > kMostHeadDim) {
+    fail(op, "head_dim", "at most " + std::to_string(kMostHeadDim), std::to_string(cache.head_dim));
+  }
+  check_both(op, "q_norm", "k_norm", q_norm, k_norm);
+  check_both(op, "cos", "sin", cos, sin);
+  check_optional(op, "q_norm", q_norm, qkv, "[head_dim]", {cache.head_dim});
+  check_optional(op, "k_norm", k_norm, qkv, "[head_dim]", {cache.head_dim});
+  check_optional(op, "cos", cos, qkv, "[num_tokens, head_dim]", {tokens, cache.head_dim});
+  check_optional(op, "sin", sin, qkv, "[num_tokens, head_dim]", {tokens, cache.head_dim});
+  if (cos.has_value() && cache.head_dim % 2 != 0) {
+    fail(op, "qkv", "of even head_dim", shape_text(qkv.sizes()));
+  }
+  const int64_t* slot_list = slot_data(op, slots, tokens);
+  const Launch launch = launch_on(op, qkv,
+                                  {{"q_norm", q_norm},
+                                   {"k_norm", k_norm},
+                                   {"cos", cos},
+                                   {"sin", sin},
+                                   {"k_cache", k_cache},
+                                   {"v_cache", v_cache},
+                                   {"k_scale", k_scale},
+                                   {"v_scale", v_scale},
+                                   {"slots", slots}});
+  Tensor query = torch::stable::new_empty(qkv, {tokens, heads, cache.head_dim});
+  if (qkv.numel() == 0) return query;
+  with_float_type(op, "qkv", qkv.scalar_type(), [&](auto type) {
+    using T = decltype(type);
+    RotatedCall<T> call{.qkv = data<T>(qkv),
+                        .q_norm = data<T>(q_norm),
+                        .k_norm = data<T>(k_norm),
+                        .cosine = data<T>(cos),
+                        .sine = data<T>(sin),
+                        .query = mutable_data<T>(query),
+                        .keys = key_side(cache),
+                        .values = value_side(cache),
+                        .slots = slot_list,
+                        .slot_count = cache.slots(),
+                        .tokens = tokens,
+                        .heads = heads,
+                        .kv_heads = cache.heads,
+                        .head_dim = cache.head_dim,
+                        .eps = static_cast<float>(eps)};
+    call.aligned = are_aligned(cache) && is_aligned(call.qkv) && is_aligned(call.q_norm) &&
+                   is_aligned(call.k_norm) && is_aligned(call.cosine) && is_aligned(call.sine) &&
+                   is_aligned(call.query);
+    with_cache_type(cache.type, [&](auto stored) {
+      start_append_rotated<decltype(stored)>(call, Start(launch));
+    });
+  });
+  return query;
+}
+
+Tensor kv_gather(Tensor cache, MaybeTensor scale, Tensor blocks, int64_t length, ScalarType dtype) {
+  const char* op = "kv_gather";
+  const WeightFormat stored_type = cache_format(op, "cache", cache, scale.has_value());
+  const int64_t block_size = cache.size(1), heads = cache.size(2), head_dim = cache.size(3);
+  check_shape(op, "blocks", blocks, "[n]", {-1});
+  const int32_t* block_list = index_data(op, "blocks", blocks);
+  if (length < 0 || length > blocks.numel() * block_size) {
+    fail(op, "length", "from 0 to " + std::to_string(blocks.numel() * block_size),
+         std::to_string(length));
+  }
+  if (length * heads * head_dim > INT32_MAX) {
+    fail(op, "length", "such that there are at most 2^31 - 1 elements", std::to_string(length));
+  }
+  GatherCall call{.cache = data<uint8_t>(cache),
+                  .scale = data<float>(scale),
+                  .blocks = block_list,
+                  .length = length,
+                  .heads = heads,
+                  .head_dim = head_dim,
+                  .block_size = block_size};
+  if (scale.has_value()) call.scale_stride = scale_stride(op, "scale", *scale, heads);
+  const Launch launch = launch_on(op, cache, {{"scale", scale}, {"blocks", blocks}});
+  Tensor out = torch::stable::new_empty(cache, {length, heads, head_dim}, dtype);
+  if (out.numel() == 0) return out;
+  call.out = out.mutable_data_ptr();
+  with_float_type(op, "dtype", dtype, [&](auto type) {
+    with_cache_type(stored_type, [&](auto stored) {
+      start_gather<decltype(stored), decltype(type)>(call, Start(launch));
+    });
+  });
+  return out;
+}
+
+}  // namespace quantkit::cuda

@@ -1,0 +1,9 @@
+// The W8A16 kernels for E5M2 codes; weight_linear_launch.cuh.
+
+#include "weight_linear_launch.cuh"
+
+namespace quantkit::cuda {
+
+template void launch_weight_linear<E5M2>(const LinearCall&, FloatType, bool, cudaStream_t, bool);
+
+}  // namespace quantkit::cuda

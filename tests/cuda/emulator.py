@@ -1,0 +1,203 @@
+"""Compiles CUDA kernels for the CPU (tests/cuda_emulator) and runs them, arrays in, arrays out.
+
+A test gives C++ source that includes the .cuh files it is about and defines `extern "C"` functions,
+each of which launches one kernel. Compiled libraries are kept under build/emulator and made again
+when the source, a file that it includes, or the options change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).parents[2]
+CACHE = ROOT / "build" / "emulator"
+FLAGS = [
+    *("-std=c++20", "-g1", "-fPIC", "-shared", "-DQK_EMULATOR"),
+    *("-ffp-contract=off", "-fno-gnu-unique"),  # as nvcc's -fmad=false; several libraries at once
+    *("-Wall", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-attributes"),
+]
+SANITIZERS = "address,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero"
+SANITIZE = ["-Og", f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover=all"]
+OPTIMIZE = ["-O2"]
+INCLUDE = [f"-I{ROOT / 'csrc/cuda'}", f"-I{ROOT / 'tests/cuda_emulator'}"]
+
+
+class Order(IntEnum):
+    """In which order threads of a block, and blocks, come to run."""
+
+    ASCENDING = 0
+    DESCENDING = 1
+    RANDOM = 2
+
+
+class EmulatorError(Exception):
+    """A kernel did something wrong; the text is the emulator's or the sanitizer's report."""
+
+
+class Library:
+    """One compiled source; `library.f(a, b, 3)` calls its function f."""
+
+    def __init__(self, path: Path, sanitize: bool) -> None:
+        self.path = path
+        self.sanitize = sanitize
+        self.order = Order.ASCENDING
+        self._process: subprocess.Popen[bytes] | None = None
+        self._report = tempfile.TemporaryFile()  # noqa: SIM115 - what the child says, all its life
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *arguments: self.call(name, *arguments)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function; arrays and tensors are overwritten with what it leaves in them.
+
+        Passed as: array or CPU tensor, contiguous -> pointer; None -> null pointer; int -> int64_t;
+        float -> float; numpy.float64 -> double. Raises EmulatorError where the kernel is wrong.
+        """
+        arrays: list[np.ndarray[Any, Any]] = []
+        passed: list[tuple[str, Any]] = []
+        for value in arguments:
+            if isinstance(value, (np.ndarray, torch.Tensor)):
+                arrays.append(_bytes(value))
+                passed.append(("array", arrays[-1].tobytes()))
+            elif value is None:
+                passed.append(("none", None))
+            elif isinstance(value, np.float64):
+                passed.append(("double", float(value)))
+            elif isinstance(value, float):
+                passed.append(("float", value))
+            else:
+                passed.append(("int", int(value)))
+        for array, content in zip(arrays, self._ask(name, passed), strict=True):
+            array[:] = np.frombuffer(content, dtype=np.uint8)
+
+    def close(self) -> None:
+        """End the child process; the next call starts another."""
+        process, self._process = self._process, None
+        if process is not None:
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+            process.wait()
+
+    def _ask(self, name: str, passed: list[tuple[str, Any]]) -> list[bytes]:
+        process = self._process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            _send(process, (name, int(self.order), passed))
+            answer: list[bytes] = pickle.load(process.stdout)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            self.close()
+            self._report.seek(0)
+            report = self._report.read().decode(errors="replace")
+            raise EmulatorError(f"{name}: {report}") from None
+        return answer
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._report.truncate(0)
+        self._report.seek(0)
+        environment = dict(os.environ)
+        if self.sanitize:
+            found = ["g++", "-print-file-name=libasan.so"]
+            environment["LD_PRELOAD"] = subprocess.check_output(found, text=True).strip()
+            environment["ASAN_OPTIONS"] = (
+                "detect_leaks=0:detect_odr_violation=0:detect_stack_use_after_return=0"
+                ":abort_on_error=0:allocator_may_return_null=1"
+            )
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-E", str(ROOT / "tests/cuda/emulator_server.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._report,
+            pipesize=2**20,  # few turns between the two processes
+            env=environment,
+        )
+        _send(process, (str(self.path), _shared_arrays(self.path)))
+        return process
+
+
+def compile(source: str, *, sanitize: bool = True, sm80: bool = False) -> Library:
+    """Compile C++ source that includes .cuh files by name, such as "rows.cuh".
+
+    `sanitize`: with address sanitizer and checks of alignment, slower by half or so. `sm80`: as for
+    processors without FP8 conversions, where bits are moved instead.
+    """
+    flags = [
+        *FLAGS,
+        *(SANITIZE if sanitize else OPTIMIZE),
+        *(["-DQK_EMULATE_SM80"] if sm80 else []),
+    ]
+    name = hashlib.sha256("\0".join([source, *flags]).encode()).hexdigest()[:24]
+    library, record = CACHE / f"{name}.so", CACHE / f"{name}.json"
+    if not (library.exists() and record.exists() and _is_current(record)):
+        _build(source, flags, library, record)
+    return Library(library, sanitize)
+
+
+def _build(source: str, flags: list[str], library: Path, record: Path) -> None:
+    CACHE.mkdir(parents=True, exist_ok=True)
+    unique = f"{library.stem}.{os.getpid()}"
+    text, made, depends = (CACHE / f"{unique}{end}" for end in (".cpp", ".so", ".d"))
+    text.write_text(source)
+    command = ["g++", *flags, *INCLUDE, "-MMD", "-MF", str(depends), str(text), "-o", str(made)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"does not compile for the emulator:\n{result.stderr[:10000]}")
+    words = depends.read_text().replace("\\\n", " ").split()[1:]
+    files = [word for word in words if word.startswith(str(ROOT)) and word != str(text)]
+    record.write_text(json.dumps({file: _digest(Path(file)) for file in files}))
+    made.replace(library)
+    text.unlink()
+    depends.unlink()
+
+
+def _is_current(record: Path) -> bool:
+    files: dict[str, str] = json.loads(record.read_text())
+    return all(Path(file).exists() and _digest(Path(file)) == was for file, was in files.items())
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _shared_arrays(library: Path) -> list[tuple[int, int]]:
+    """Return (distance from an anchor, size) of all `__shared__` arrays: statics of functions."""
+    listed = subprocess.check_output(["nm", "-S", str(library)], text=True)
+    found, anchor = [], 0
+    for fields in map(str.split, listed.splitlines()):
+        if fields[-1] == "qk_emulator_order":
+            anchor = int(fields[0], 16)
+        if len(fields) == 4 and fields[2] in "bBV" and fields[3].startswith("_ZZ"):
+            found.append((int(fields[0], 16), int(fields[1], 16)))
+    return [(address - anchor, size) for address, size in found]
+
+
+def _bytes(value: np.ndarray[Any, Any] | torch.Tensor) -> np.ndarray[Any, Any]:
+    """Return the memory of an array or tensor as bytes, not a copy."""
+    if isinstance(value, torch.Tensor):
+        if not value.is_contiguous():
+            raise ValueError("tensors must be contiguous")
+        return value.detach().reshape(-1).view(torch.uint8).numpy()
+    if not value.flags.c_contiguous:
+        raise ValueError("arrays must be contiguous")
+    return value.reshape(-1).view(np.uint8)
+
+
+def _send(process: subprocess.Popen[bytes], message: object) -> None:
+    assert process.stdin is not None
+    pickle.dump(message, process.stdin, protocol=5)
+    process.stdin.flush()
