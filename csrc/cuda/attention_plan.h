@@ -8,8 +8,9 @@
 
 namespace quantkit::cuda {
 
-// Blocks that a multiprocessor is to have in turn; more even out sequences of unlike lengths.
-constexpr int64_t kBlocksPerMultiprocessor = 32;
+// Blocks that a multiprocessor is to have in turn: more even out sequences of unlike lengths, fewer
+// begin and end less often. Measured on an H200.
+constexpr int64_t kBlocksPerMultiprocessor = 8;
 // Bytes of partial results; beyond, a block takes all chunks of its tile.
 constexpr int64_t kMostPartialBytes = int64_t{1} << 29;
 

@@ -65,8 +65,10 @@ template <class Sizes>
 Quantized new_quantized(const Tensor& x, const Sizes& sizes, int64_t rows,
                         const MaybeTensor& scale) {
   const int64_t count = scale.has_value() ? 1 : rows;
+  const bool copy_now = scale.has_value() && x.numel() == 0;  // no kernel is going to
   return {scale, torch::stable::new_empty(x, sizes, ScalarType::Float8_e4m3fn),
-          torch::stable::new_empty(x, {count}, ScalarType::Float)};
+          copy_now ? torch::stable::clone(*scale)
+                   : torch::stable::new_empty(x, {count}, ScalarType::Float)};
 }
 
 // The arguments of the norms.

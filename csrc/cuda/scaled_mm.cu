@@ -22,7 +22,6 @@ std::optional<ScaledMmKernel> kernel_of(ScaledMmTile tile) {
     case ScaledMmTile::kSwap64x64x256Sm90: return scaled_mm_swap_64x64x256_sm90a();
     case ScaledMmTile::k64x128x128Sm90: return scaled_mm_64x128x128_pingpong_sm90a();
     case ScaledMmTile::k128x128x128Sm90: return scaled_mm_128x128x128_pingpong_sm90a();
-    case ScaledMmTile::k128x256x128Sm90: return scaled_mm_128x256x128_cooperative_sm90a();
 #endif
 #ifdef QK_HAS_SM89
     case ScaledMmTile::k16x64x128Sm89: return scaled_mm_16x64x128_sm89();

@@ -12,13 +12,6 @@ namespace quantkit::cuda {
 
 constexpr int kNoActivation = -1;  // otherwise a value of Activation (../types.h)
 
-// In which order blocks take the tiles of the output: along its rows or columns, in bands of 1, 2,
-// 4 or 8 tiles. What runs at the same time then shares tiles of the operands in L2.
-struct ScaledMmOrder {
-  enum class Along { kAutomatic, kRows, kColumns } along = Along::kAutomatic;
-  int band = 1;
-};
-
 struct ScaledMmProblem {
   const void* a;              // E4M3 codes [m, k], row-major
   const float* a_scale;       // [m], or one number
@@ -34,7 +27,7 @@ struct ScaledMmProblem {
   int activation;  // Activation, or kNoActivation
   int device;
   int multiprocessors;
-  ScaledMmOrder order;
+  int band;  // blocks take tiles of the output in bands of so many: 1, 2, 4 or 8
 };
 
 // One kernel: both functions are called with the problem's device current. `run` returns null, or

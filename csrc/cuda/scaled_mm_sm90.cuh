@@ -50,14 +50,8 @@ struct ScaledMmTma {
                                                              cute::make_shape(rows, columns, 1));
     arguments.hw_info.device_id = problem.device;
     arguments.hw_info.sm_count = problem.multiprocessors;
-    if constexpr (requires { arguments.scheduler.raster_order; }) {
-      using Raster = decltype(arguments.scheduler.raster_order);
-      using Along = ScaledMmOrder::Along;
-      const Along along = problem.order.along;
-      arguments.scheduler.raster_order = along == Along::kRows      ? Raster::AlongM
-                                         : along == Along::kColumns ? Raster::AlongN
-                                                                    : Raster::Heuristic;
-      arguments.scheduler.max_swizzle_size = problem.order.band;
+    if constexpr (requires { arguments.scheduler.max_swizzle_size; }) {
+      arguments.scheduler.max_swizzle_size = problem.band;
     }
     return arguments;
   }

@@ -14,7 +14,6 @@ from quantkit.row_ops import quantize_rows
 
 SM90_TILES: Final = (
     "swap_64x16x256", "swap_64x32x256", "swap_64x64x256", "64x128x128", "128x128x128",
-    "128x256x128",
 )  # fmt: skip
 
 torch.library.define(

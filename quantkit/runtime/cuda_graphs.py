@@ -43,7 +43,7 @@ class StepInputs:
         self._host = torch.zeros(total, dtype=torch.uint8, pin_memory=True)
         self._device = torch.zeros(total, dtype=torch.uint8, device=device)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._host_views = _views(self._host, sizes, widths)
+        self._host_views = [view.numpy() for view in _views(self._host, sizes, widths)]
         ids, positions, slots, tables, lengths, starts = _views(self._device, sizes, widths)
         self.ids = ids
         self.step = replace(
@@ -59,13 +59,13 @@ class StepInputs:
         """Send a step of the same shape to the device; its tensors are on the CPU."""
         self._copied.synchronize()  # the last copy may still be reading the mirror
         ids, positions, slots, tables, lengths, starts = self._host_views
-        ids.copy_(input_ids)
-        positions.copy_(step.positions)
-        slots.copy_(step.slots)
+        ids[:] = input_ids.numpy(force=True)
+        positions[:] = step.positions.numpy()
+        slots[:] = step.slots.numpy()
         width = step.block_tables.shape[1]
-        tables.view(len(step.sequences), -1)[:, :width].copy_(step.block_tables)
-        lengths.copy_(step.lengths)
-        starts.copy_(step.query_starts)
+        tables.reshape(len(lengths), -1)[:, :width] = step.block_tables.numpy()
+        lengths[:] = step.lengths.numpy()
+        starts[:] = step.query_starts.numpy()
         self._device.copy_(self._host, non_blocking=True)
         self._copied.record()
 

@@ -136,6 +136,7 @@ class Decoder:
         self.shape = shape
         self.vocab_size = shape.vocab_size
         self.max_context = shape.max_context
+        self.hidden_size = shape.hidden_size
         self.device = reader.device
         self.dtype = reader.dtype
         self._rotation = rotation
@@ -175,6 +176,24 @@ class Decoder:
         last_only: bool = True,
     ) -> Tensor:
         """Append tokens to the cache and return the logits that follow them; see Engine."""
+        hidden = self.hidden(input_ids, sequences, num_new_tokens, cache)
+        if last_only and len(sequences) < len(hidden):
+            ends = torch.tensor(num_new_tokens).cumsum(dim=0) - 1
+            hidden = hidden[ends.to(self.device)]
+        return self.head(hidden)
+
+    @torch.inference_mode()
+    def hidden(
+        self,
+        input_ids: Tensor,
+        sequences: Sequence[int],
+        num_new_tokens: Sequence[int],
+        cache: SequenceCache,
+    ) -> Tensor:
+        """Append tokens to the cache as `forward` does; return what the output head reads.
+
+        Shapes: int64 [num_tokens] -> [num_tokens, hidden_size], valid until the next call.
+        """
         paged = self._own(cache)
         check_context(sequences, num_new_tokens, cache.lengths, self.max_context)
         step = paged.plan(sequences, num_new_tokens)
@@ -185,8 +204,11 @@ class Decoder:
         else:
             hidden = self.run_step(input_ids.to(self.device), paged, step.to(self.device))
         paged.commit(step)
-        if last_only and len(step.last_rows) < len(hidden):
-            hidden = hidden[list(step.last_rows)]
+        return hidden
+
+    @torch.inference_mode()
+    def head(self, hidden: Tensor) -> Tensor:
+        """Return the logits. Shapes: [rows, hidden_size] -> float32 [rows, vocab]."""
         return self._head(hidden, torch.float32)
 
     def run_step(self, input_ids: Tensor, cache: PagedCache, step: CacheStep) -> Tensor:

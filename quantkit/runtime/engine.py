@@ -71,8 +71,8 @@ class Engine(Protocol):
         without padding; `num_new_tokens` says how many each has (at least one). They take the
         positions that follow `cache.lengths`, which advance. A sequence may appear once.
 
-        Shapes: input_ids int64 [num_tokens] -> float32 [len(sequences), vocab], the logits after
-        the last token of each sequence, or with `last_only=False` [num_tokens, vocab].
+        Shapes: input_ids int64 [num_tokens], on any device -> float32 [len(sequences), vocab], the
+        logits after the last token of each sequence, or with `last_only=False` [num_tokens, vocab].
         """
         ...
 

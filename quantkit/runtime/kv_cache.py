@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -141,32 +142,30 @@ class PagedCache:
 
         The step's tensors are on the CPU.
         """
-        past = [self._lengths[sequence] for sequence in sequences]
-        totals = [old + new for old, new in zip(past, num_new_tokens, strict=True)]
+        totals = [
+            self._lengths[sequence] + new
+            for sequence, new in zip(sequences, num_new_tokens, strict=True)
+        ]
         for sequence, total in zip(sequences, totals, strict=True):
             self._reserve(sequence, ceil(total / BLOCK_SIZE))
-        positions: list[int] = []
-        slots: list[int] = []
-        ends = [0]
-        for sequence, old, total in zip(sequences, past, totals, strict=True):
-            owned = self._owned[sequence]
-            positions += range(old, total)
-            slots += [
-                owned[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(old, total)
-            ]
-            ends.append(len(positions))
-        # A slice of one row takes a third of the time of an index, and this runs for every token.
-        rows = slice(sequences[0], sequences[0] + 1) if len(sequences) == 1 else list(sequences)
-        tables = self._tables[rows, : ceil(max(totals) / BLOCK_SIZE)]
+        # Whole arrays: this runs for every token, while a GPU waits.
+        counts = np.array(num_new_tokens, dtype=np.int64)
+        ends = np.concatenate(([0], np.cumsum(counts)))
+        first = np.array(totals, dtype=np.int64) - counts - ends[:-1]
+        positions = np.repeat(first, counts) + np.arange(ends[-1])
+        tables = self._tables.numpy()
+        owners = np.repeat(np.array(sequences, dtype=np.int64), counts)
+        blocks = tables[owners, positions // BLOCK_SIZE].astype(np.int64)
+        width = ceil(max(totals) / BLOCK_SIZE)
         return CacheStep(
             sequences=tuple(sequences),
             new_lengths=tuple(totals),
-            positions=torch.tensor(positions),
-            slots=torch.tensor(slots),
-            block_tables=tables,
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(blocks * BLOCK_SIZE + positions % BLOCK_SIZE),
+            block_tables=torch.from_numpy(tables[list(sequences), :width]),
             lengths=torch.tensor(totals, dtype=torch.int32),
-            query_starts=torch.tensor(ends, dtype=torch.int32),
-            last_rows=tuple(end - 1 for end in ends[1:]),
+            query_starts=torch.from_numpy(ends.astype(np.int32)),
+            last_rows=tuple((ends[1:] - 1).tolist()),
         )
 
     def commit(self, step: CacheStep) -> None:

@@ -7,7 +7,7 @@ kernel and edge, with sanitizers; the others differ in how codes become operands
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -30,6 +30,14 @@ struct Chosen {
   template <class Format, class T, class Launch>
   static void run(const LinearCall& call, bool gated, const Launch& launch) {
     dispatch_weight_linear<Format, T>(call, gated, launch);
+  }
+};
+
+// What it chooses for more than kNarrow features, here for any number.
+struct Wide {
+  template <class Format, class T, class Launch>
+  static void run(const LinearCall& call, bool, const Launch& launch) {
+    launch_by_tokens<Format, T, 8, false, false>(call, launch);
   }
 };
 
@@ -75,7 +83,13 @@ void run(const T* x, int64_t shift, const uint8_t* codes, const float* scale, co
                          features, groups, group_size, activation);                            \
   }
 """
-ALL_KERNELS = SOURCE + "QK_LINEAR(e4m3_bfloat16, Chosen, E4M3, BFloat16)"
+ALL_KERNELS = (
+    SOURCE
+    + r"""
+QK_LINEAR(e4m3_bfloat16, Chosen, E4M3, BFloat16)
+QK_LINEAR(e4m3_bfloat16_wide, Wide, E4M3, BFloat16)
+"""
+)
 ALL_TYPES = (
     SOURCE
     + r"""
@@ -89,10 +103,10 @@ QK_LINEAR(e3m4_float16, Few, E3M4, Half)
 )
 
 # Both sides of every edge: 16 rows of weights a tile, two tiles a block; 8, 16 and 32 tokens a
-# block; 16 columns a lane, 64 a chunk, 128 a unit, 1024 the warps together, 2048 all in flight.
+# block; 16 columns a lane, 64 a chunk, 128 a unit; 512, 1024 or 2048 the warps together.
 FEATURES = [1, 8, 15, 16, 17, 31, 32, 33]
 TOKENS = [1, 2, 7, 8, 9, 16, 17, 31, 32, 33]
-COLUMNS = [16, 48, 64, 80, 128, 144, 1024, 1040, 1088, 2048, 3136]
+COLUMNS = [16, 48, 64, 80, 128, 144, 1024, 1040, 2048, 3136, 4176]
 ACTIVATIONS = ["silu", "gelu", "gelu_tanh", "relu"]  # in the order of enum Activation
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # enum FloatType
 # Half the distance between neighbours, relative to the number: the cost of one rounding.
@@ -151,6 +165,7 @@ class Kernels:
     library: Library
     fmt: Format
     dtype: torch.dtype
+    suffix: str = ""
 
     def linear(
         self,
@@ -163,7 +178,8 @@ class Kernels:
         tokens, columns = x.shape
         features = layer.codes.shape[0] // (1 if activation is None else 2)
         out = torch.full((tokens, features), torch.nan, dtype=self.dtype)
-        getattr(self.library, f"{self.fmt.name}_{str(self.dtype).removeprefix('torch.')}")(
+        dtype = str(self.dtype).removeprefix("torch.")
+        getattr(self.library, f"{self.fmt.name}_{dtype}{self.suffix}")(
             torch.cat([x.new_full((shift,), torch.nan), x.flatten()]) if shift else x,
             shift,
             layer.codes,
@@ -233,6 +249,20 @@ def test_every_edge_of_a_block(checked: Kernels, columns: int) -> None:
         for tokens in TOKENS if features == 17 else (1, 16, 33):
             actual = checked.linear(layer, x[:tokens])
             assert_close(actual, exact[:tokens], bound[:tokens])
+
+
+@pytest.mark.parametrize("columns", [48, 1040, 2128])
+def test_every_edge_of_a_block_of_a_wide_layer(checked: Kernels, columns: int) -> None:
+    wide = replace(checked, suffix="_wide")
+    for features in (1, 16, 17, 33):
+        layer = Layer.random(features, columns, wide.fmt)
+        x = wide.random_x(max(TOKENS), columns)
+        exact, bound = layer.oracle(x)
+        alone = wide.linear(layer, x[:1])
+        for tokens in TOKENS:
+            actual = wide.linear(layer, x[:tokens])
+            assert_close(actual, exact[:tokens], bound[:tokens])
+            assert torch.equal(actual[:1], alone)
 
 
 @pytest.mark.parametrize("columns", [64, 2128])

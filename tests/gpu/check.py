@@ -36,7 +36,7 @@ from quantkit.bench.random_weights import LLAMA_3_8B
 from quantkit.extension import load_cuda_kernels
 
 WORK = [(2000, 200), (5000, 500), (10000, 1000)]
-SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
+SANITIZERS = ("memcheck", "racecheck", "synccheck")
 BATCHES = [1, 4, 16, 64]
 ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096]
 TILE_ROWS = [1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 4096]
