@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from quantkit.checkpoint import read_checkpoint
     from quantkit.errors import QuantKitError
-    from quantkit.runtime.generation import Completion
-    from quantkit.runtime.model import Fp8Model, load_fp8
+    from quantkit.load import load_fp8
+    from quantkit.runtime.model import Fp8Model
     from quantkit.runtime.params import SamplingParams
+    from quantkit.runtime.request import Completion
 
 __version__ = "0.1.0"
 
@@ -28,11 +29,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    "Completion": "quantkit.runtime.generation",
+    "Completion": "quantkit.runtime.request",
     "Fp8Model": "quantkit.runtime.model",
     "QuantKitError": "quantkit.errors",
     "SamplingParams": "quantkit.runtime.params",
-    "load_fp8": "quantkit.runtime.model",
+    "load_fp8": "quantkit.load",
     "read_checkpoint": "quantkit.checkpoint",
 }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit.errors import nearest
 from quantkit.op_checks import check_float, check_input, check_tensor, fail
-from quantkit.ops import ACTIVATIONS, FEW_ROWS, gate
+from quantkit.ops import ACTIVATIONS, FEW_ROWS, gate, gate_mul, multiplies_many_rows
 
 
 def linear(
@@ -22,14 +22,15 @@ def linear(
 
     Shapes: x (num_tokens, in_features), weight (out_features, in_features), bias (out_features,) or
     None, each float32, bfloat16 or float16, contiguous. `dtype` is that of the result, x's if None;
-    float32 keeps every bit of the sums. More than `FEW_ROWS` rows go to torch: they need the weight
-    in x's dtype, and their sums are rounded to it. So do all rows on a GPU, but for a float32
-    result, which is not rounded before. Errors as in `quantkit.ops.fp8_linear`.
+    float32 keeps every bit of the sums. Where `quantkit.ops.multiplies_many_rows` does not hold,
+    more than `FEW_ROWS` rows go to torch: they need the weight in x's dtype, and their sums are
+    rounded to it. So do all rows on a GPU, but for a float32 result, which is not rounded before.
+    Errors as in `quantkit.ops.fp8_linear`.
     """
     dtype = dtype or x.dtype
     if x.is_cuda:
         return _cuda_linear(x, weight, bias, dtype)
-    if x.shape[0] <= FEW_ROWS:
+    if _has_kernel(x, weight):
         y: Tensor = torch.ops.quantkit.linear(x, weight, bias, dtype)
         return y
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype)).to(dtype)
@@ -41,10 +42,17 @@ def gated_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str
     Shapes: x (num_tokens, in_features), weight (2 * intermediate, in_features) -> (num_tokens,
     intermediate) in x's dtype.
     """
-    if x.shape[0] <= FEW_ROWS and not x.is_cuda:
+    if not x.is_cuda and _has_kernel(x, weight):
         y: Tensor = torch.ops.quantkit.gated_linear(x, weight, bias, activation)
         return y
-    return gate(linear(x, weight, bias, torch.float32), activation).to(x.dtype)
+    if x.is_cuda:  # its product comes in float32 as fast
+        return gate(linear(x, weight, bias, torch.float32), activation).to(x.dtype)
+    return gate_mul(linear(x, weight, bias), activation)
+
+
+def _has_kernel(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the CPU's kernel, and not torch, is the one for x [M, K], weight [N, K]."""
+    return x.shape[0] <= FEW_ROWS or multiplies_many_rows(x, weight, max(1, weight.shape[1]))
 
 
 def _cuda_linear(x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

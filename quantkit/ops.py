@@ -1,9 +1,10 @@
-"""Custom ops of linear layers with 8-bit weights: schema, shapes, a reference kernel for each.
+"""Custom ops of linear layers with 8-bit weights, and of gating what comes out of them.
 
 Every op is registered in the namespace `quantkit` with a reference kernel that runs on any device
 and a fake kernel for tracing. The C++ extension (`quantkit.extension`) adds kernels for the CPU to
 the same ops, and those win. The functions of this module are what the rest of quantkit calls; they
-choose between ops by the number of rows. No file formats, no modules, no state here.
+choose between ops by the number of rows, and by what the processor can do. No file formats, no
+modules, no state here.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from quantkit.errors import nearest
 from quantkit.op_checks import check_float, check_input, check_tensor, dtype_name, fail
 
 FEW_ROWS: Final = 16
-"""Up to this many rows of x, decoding weights inside the product beats decoding them first."""
-CUDA_FEW_ROWS: Final = 32
-"""The same on a GPU."""
+"""Up to this many rows of x, decoding weights inside the product beats decoding them first on any
+CPU; where `multiplies_many_rows` says so, it always does. Also the most tokens of a step that runs
+as one op, see `quantkit.decoder_ops`."""
+CUDA_FEW_ROWS: Final = 16
+"""The same on a GPU; measured on an H200."""
 
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "silu": F.silu,
@@ -48,14 +51,16 @@ def fp8_linear(
     and group of `group_size` columns; bias (out_features,) in any of x's dtypes, or None. All
     contiguous. Returns (num_tokens, out_features) in x's dtype.
 
-    Up to `FEW_ROWS` rows (on a GPU `CUDA_FEW_ROWS`, in 16 bits): float32 accumulation, one rounding
-    at the end, and with the compiled kernels every row is the same bits whatever rows it shares the
-    call with. More rows: the weight is rounded to x's dtype first, and torch multiplies.
+    Up to `FEW_ROWS` rows (on a GPU `CUDA_FEW_ROWS`, in 16 bits), and on CPUs with a matrix unit any
+    number of bfloat16 rows: float32 accumulation and one rounding at the end. Otherwise the weight
+    is rounded to x's dtype first, and torch multiplies. With the compiled kernels for CPUs a row is
+    the same bits whatever rows it shares the call with, but for this: a matrix unit, which takes
+    over at 5 rows, sums in another order than the kernels for fewer.
 
     Raises UnsupportedError (reference kernels) or RuntimeError (C++ kernels) with the same text,
     naming the argument, if an argument does not fit.
     """
-    if has_few_rows(x):
+    if decodes_inside(x, weight, group_size):
         y: Tensor = torch.ops.quantkit.fp8_linear(x, weight, weight_scale, bias, group_size)
         return y
     return _dense_linear(x, weight, weight_scale, bias, group_size)
@@ -73,23 +78,32 @@ def fp8_gated_linear(
 
     `gate` and `up` are the halves of `fp8_linear`'s result, whose arguments these are: weight
     (2 * intermediate, in_features) holds all gate rows, then all up rows. `activation` is a key of
-    `ACTIVATIONS`. Returns (num_tokens, intermediate) in x's dtype; up to `FEW_ROWS` rows all is
-    float32 until one rounding at the end. Raises as `fp8_linear` does.
+    `ACTIVATIONS`. Returns (num_tokens, intermediate) in x's dtype; where `fp8_linear` rounds once,
+    all is float32 until one rounding at the end. Raises as `fp8_linear` does.
     """
-    if has_few_rows(x):
+    if decodes_inside(x, weight, group_size):
         y: Tensor = torch.ops.quantkit.fp8_gated_linear(
             x, weight, weight_scale, bias, group_size, activation
         )
         return y
-    both = _dense_linear(x, weight, weight_scale, bias, group_size)
-    return gate(both.float(), activation).to(x.dtype)
+    return gate_mul(_dense_linear(x, weight, weight_scale, bias, group_size), activation)
 
 
-def has_few_rows(x: Tensor) -> bool:
+def decodes_inside(x: Tensor, weight: Tensor, group_size: int) -> bool:
     """Return whether a kernel that decodes weights inside the product is the one for x [M, K]."""
     if x.is_cuda:  # its kernel multiplies in 16 bits
         return x.shape[0] <= CUDA_FEW_ROWS and x.dtype != torch.float32
-    return x.shape[0] <= FEW_ROWS
+    return x.shape[0] <= FEW_ROWS or multiplies_many_rows(x, weight, group_size)
+
+
+def multiplies_many_rows(x: Tensor, weight: Tensor, group_size: int) -> bool:
+    """Return whether the kernels for this processor are fast with any number of rows of x [M, K].
+
+    They are with a matrix unit (AMX) that takes x's dtype, bfloat16, and the weight [N, K]: codes
+    with one scale a row or with groups of a multiple of 64 columns, or plain bfloat16.
+    """
+    answer: bool = torch.ops.quantkit.multiplies_many_rows(x, weight, group_size)
+    return answer
 
 
 def dequantize_weight(
@@ -111,6 +125,16 @@ def _dense_linear(
     return F.linear(x, dense, None if bias is None else bias.to(x.dtype))
 
 
+def gate_mul(both: Tensor, activation: str) -> Tensor:
+    """Return act(first half of the columns) * second half, in float32 with one rounding.
+
+    Shapes: [num_tokens, 2 * intermediate] -> [num_tokens, intermediate]; `activation` is a key of
+    `ACTIVATIONS`.
+    """
+    out: Tensor = torch.ops.quantkit.gate_mul(both, activation)
+    return out
+
+
 def gate(both: Tensor, activation: str) -> Tensor:
     """Return act(first half of the columns) * second half."""
     first, second = both.chunk(2, dim=-1)
@@ -130,6 +154,10 @@ torch.library.define(
     "quantkit::dequantize_weight",
     "(Tensor weight, Tensor weight_scale, int group_size, ScalarType dtype) -> Tensor",
 )
+torch.library.define(
+    "quantkit::multiplies_many_rows", "(Tensor x, Tensor weight, int group_size) -> bool"
+)
+torch.library.define("quantkit::gate_mul", "(Tensor both, str activation) -> Tensor")
 
 
 @torch.library.impl("quantkit::fp8_linear", "default")
@@ -153,9 +181,7 @@ def _fp8_gated_linear_reference(
     _check_linear(op, x, weight, weight_scale, bias, group_size)
     if weight.shape[0] % 2:
         fail(op, "weight", "gate rows then as many up rows", list(weight.shape))
-    if activation not in ACTIVATIONS:
-        actual = f"{activation!r}{nearest(activation, ACTIVATIONS)}"
-        fail(op, "activation", "silu, gelu, gelu_tanh or relu", actual)
+    _check_activation(op, activation)
     both = _linear_float32(x, weight, weight_scale, bias, group_size)
     return gate(both, activation).to(x.dtype)
 
@@ -169,6 +195,22 @@ def _dequantize_weight_reference(
     check_float(op, "dtype", dtype)
     fmt = _FORMAT_OF[weight.dtype]
     return numerics.dequantize(weight, weight_scale, fmt, (1, group_size), dtype)
+
+
+@torch.library.impl("quantkit::multiplies_many_rows", "default")
+def _multiplies_many_rows_reference(x: Tensor, weight: Tensor, group_size: int) -> bool:
+    return False
+
+
+@torch.library.impl("quantkit::gate_mul", "default")
+def _gate_mul_reference(both: Tensor, activation: str) -> Tensor:
+    op = "gate_mul"
+    check_float(op, "both", both.dtype)
+    check_tensor(op, "both", both, "[num_tokens, 2 * intermediate]", (None, None))
+    if both.shape[1] % 2:
+        fail(op, "both", "gate columns then as many up columns", list(both.shape))
+    _check_activation(op, activation)
+    return gate(both.float(), activation).to(both.dtype)
 
 
 def _linear_float32(
@@ -201,9 +243,25 @@ def _dequantize_weight_fake(
     return weight.new_empty(weight.shape, dtype=dtype)
 
 
+def _multiplies_many_rows_fake(x: Tensor, weight: Tensor, group_size: int) -> bool:
+    return False
+
+
+def _gate_mul_fake(both: Tensor, activation: str) -> Tensor:
+    return both.new_empty(both.shape[0], both.shape[1] // 2)
+
+
 torch.library.register_fake("quantkit::fp8_linear", _fp8_linear_fake)
 torch.library.register_fake("quantkit::fp8_gated_linear", _fp8_gated_linear_fake)
 torch.library.register_fake("quantkit::dequantize_weight", _dequantize_weight_fake)
+torch.library.register_fake("quantkit::multiplies_many_rows", _multiplies_many_rows_fake)
+torch.library.register_fake("quantkit::gate_mul", _gate_mul_fake)
+
+
+def _check_activation(op: str, activation: str) -> None:
+    if activation not in ACTIVATIONS:
+        actual = f"{activation!r}{nearest(activation, ACTIVATIONS)}"
+        fail(op, "activation", "silu, gelu, gelu_tanh or relu", actual)
 
 
 def _check_linear(

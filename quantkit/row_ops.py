@@ -1,8 +1,9 @@
-"""Custom ops on rows between linear layers: residual and norm, gating, rounding inputs to 8 bits.
+"""Custom ops on rows between linear layers: residual and norm, rounding inputs to 8 bits.
 
 Each is what one or two plain ops do, with the same roundings, in one pass over memory: GPUs wait
 for memory here. Schema, fake kernel and a reference kernel that is those plain ops; the CUDA
-kernels (csrc/cuda/rows.cu) give the same bits. Linear layers are in `ops` and `scaled_ops`.
+kernels (csrc/cuda/rows.cu), and the CPU's of `add_rms_norm`, give the same bits. Linear layers and
+gating without rounding are in `ops`, `scaled_ops` multiplies what is rounded here.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from quantkit.attention_ops import rms_norm
 from quantkit.numerics import E4M3, amax_to_scale, quantize, tile_amax
-from quantkit.ops import gate
+from quantkit.ops import gate_mul
 
 
 class QuantizedRows(NamedTuple):
@@ -62,18 +63,8 @@ def add_rms_norm_quantize(
     return total, QuantizedRows(codes, scales)
 
 
-def gate_mul(both: Tensor, activation: str) -> Tensor:
-    """Return act(first half of the columns) * second half, in float32 with one rounding.
-
-    Shapes: [num_tokens, 2 * intermediate] -> [num_tokens, intermediate]; `activation` is a key of
-    `ops.ACTIVATIONS`.
-    """
-    out: Tensor = torch.ops.quantkit.gate_mul(both, activation)
-    return out
-
-
 def gate_mul_quantize(both: Tensor, activation: str, scale: Tensor | None = None) -> QuantizedRows:
-    """Return `quantize_rows(gate_mul(both, activation), scale)`."""
+    """Return `quantize_rows(ops.gate_mul(both, activation), scale)`."""
     return QuantizedRows(*torch.ops.quantkit.gate_mul_quantize(both, activation, scale))
 
 
@@ -90,7 +81,6 @@ torch.library.define(
     "quantkit::add_rms_norm_quantize",
     "(Tensor x, Tensor delta, Tensor weight, float eps, Tensor? scale) -> (Tensor, Tensor, Tensor)",
 )
-torch.library.define("quantkit::gate_mul", "(Tensor both, str activation) -> Tensor")
 torch.library.define(
     "quantkit::gate_mul_quantize",
     "(Tensor both, str activation, Tensor? scale) -> (Tensor, Tensor)",
@@ -125,21 +115,16 @@ def _add_rms_norm_quantize_reference(
     return total, *_quantize_rows_reference(normed, scale)
 
 
-def _gate_mul_reference(both: Tensor, activation: str) -> Tensor:
-    return gate(both.float(), activation).to(both.dtype)
-
-
 def _gate_mul_quantize_reference(
     both: Tensor, activation: str, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return _quantize_rows_reference(_gate_mul_reference(both, activation), scale)
+    return _quantize_rows_reference(gate_mul(both, activation), scale)
 
 
 torch.library.impl("quantkit::add_rms_norm", "default")(_add_rms_norm_reference)
 torch.library.impl("quantkit::quantize_rows", "default")(_quantize_rows_reference)
 torch.library.impl("quantkit::rms_norm_quantize", "default")(_rms_norm_quantize_reference)
 torch.library.impl("quantkit::add_rms_norm_quantize", "default")(_add_rms_norm_quantize_reference)
-torch.library.impl("quantkit::gate_mul", "default")(_gate_mul_reference)
 torch.library.impl("quantkit::gate_mul_quantize", "default")(_gate_mul_quantize_reference)
 
 
@@ -166,19 +151,14 @@ def _add_rms_norm_quantize_fake(
     return torch.empty_like(x), *_codes_like(x, scale)
 
 
-def _gate_mul_fake(both: Tensor, activation: str) -> Tensor:
-    return both.new_empty(both.shape[0], both.shape[1] // 2)
-
-
 def _gate_mul_quantize_fake(
     both: Tensor, activation: str, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return _codes_like(_gate_mul_fake(both, activation), scale)
+    return _codes_like(gate_mul(both, activation), scale)
 
 
 torch.library.register_fake("quantkit::add_rms_norm", _add_rms_norm_fake)
 torch.library.register_fake("quantkit::quantize_rows", _codes_like)
 torch.library.register_fake("quantkit::rms_norm_quantize", _rms_norm_quantize_fake)
 torch.library.register_fake("quantkit::add_rms_norm_quantize", _add_rms_norm_quantize_fake)
-torch.library.register_fake("quantkit::gate_mul", _gate_mul_fake)
 torch.library.register_fake("quantkit::gate_mul_quantize", _gate_mul_quantize_fake)

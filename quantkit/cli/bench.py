@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +15,7 @@ from quantkit.cli.console import note, quiet_transformers, write
 from quantkit.errors import GenerationError, UnsupportedError, nearest
 
 if TYPE_CHECKING:
+    from quantkit.bench.drafting import DraftSpeed
     from quantkit.bench.kernels import KernelSpeed
     from quantkit.bench.machine import Machine
     from quantkit.bench.speed import Runner, Speed
@@ -45,19 +46,36 @@ def bench(
             help="The original, for --baseline: a Hugging Face folder, Hub id or .gguf file.",
         ),
     ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="suffix|auto|PATH",
+            help="Measure what drafting brings on real prompts, in turn with plain decoding.",
+        ),
+    ] = None,
+    temperature: Annotated[
+        str, typer.Option(metavar="T,...", help="Temperatures, for --draft.")
+    ] = "0,0.7",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Measure prefill and decode speed: random prompts, greedy, no early end."""
+    """Measure prefill and decode speed: random prompts, greedy, no early end.
+
+    With --draft, measure decoding with and without drafts on real prompts instead.
+    """
     batches, lengths = _numbers(batch, "--batch"), _numbers(prompt_tokens, "--prompt-tokens")
+    temperatures = _temperatures(temperature)
     _check_baseline(baseline, reference)
+    _check_draft(draft, kernels, baseline)
     import torch
 
-    from quantkit.runtime.model import load_fp8
+    from quantkit.bench.drafting import summarize
+    from quantkit.cli.bench_tables import print_drafting, print_kernels, print_speeds
+    from quantkit.load import load_fp8
 
     begin = time.perf_counter()
-    model = load_fp8(checkpoint, device=device, threads=threads)
+    model = load_fp8(checkpoint, device=device, threads=threads, draft=draft)
     report: dict[str, Any] = {
         "checkpoint": str(checkpoint),
         "threads": torch.get_num_threads(),
@@ -66,19 +84,24 @@ def bench(
         "load_seconds": time.perf_counter() - begin,
     }
     quiet_transformers()
-    _require_room(model, max(lengths) + new_tokens)
-    if kernels:
+    if draft is not None:
+        drafting = _draft_speeds(model, batches, temperatures, new_tokens, repeats)
+        summary = list(summarize(drafting))
+        report |= {"draft": draft, "summary": summary, "results": [asdict(s) for s in drafting]}
+        show = partial(print_drafting, drafting, report)
+    elif kernels:
         machine, speeds = _kernel_speeds(model, repeats)
         report |= {"machine": asdict(machine), "kernels": [asdict(speed) for speed in speeds]}
-        if not as_json:
-            _print_kernels(machine, speeds)
+        show = partial(print_kernels, machine, speeds)
     else:
+        _require_room(model, max(lengths) + new_tokens)
         results, peak = _model_speeds(model, batches, lengths, new_tokens, repeats, reference)
         report |= {"peak_memory_bytes": peak, "results": [asdict(speed) for speed in results]}
-        if not as_json:
-            _print_speeds(results, report)
+        show = partial(print_speeds, results, report)
     if as_json:
         write(json.dumps(report) + "\n")
+    else:
+        show()
 
 
 def _model_speeds(
@@ -119,6 +142,35 @@ def _kernel_speeds(model: Fp8Model, repeats: int) -> tuple[Machine, list[KernelS
     return machine, measure_kernels(model.engine.shape, machine, repeats)
 
 
+def _draft_speeds(
+    model: Fp8Model,
+    batches: list[int],
+    temperatures: list[float],
+    new_tokens: int,
+    repeats: int,
+) -> list[DraftSpeed]:
+    from quantkit.bench.drafting import groups, measure_drafting
+    from quantkit.bench.prompts import PROMPTS
+
+    results = []
+    for size in batches:
+        for temperature in temperatures:
+            for group in groups(size, PROMPTS):
+                note(f"batch {size}, temperature {temperature:g}: {group.name}")
+                speed = measure_drafting(model, group, temperature, new_tokens, repeats)
+                results += [speed] if speed is not None else []
+    return results
+
+
+def _check_draft(draft: str | None, *others: object) -> None:
+    if draft is not None and any(others):
+        raise typer.BadParameter(
+            "is a measurement of its own; leave --kernels and --baseline out", param_hint="--draft"
+        )
+    if draft == "none":
+        raise typer.BadParameter("give what is to draft, or leave it out", param_hint="--draft")
+
+
 def _check_baseline(baseline: str | None, reference: str | None) -> None:
     if baseline is not None and baseline not in BASELINES:
         raise typer.BadParameter(
@@ -140,75 +192,21 @@ def _numbers(text: str, option: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def _temperatures(text: str) -> list[float]:
+    try:
+        values = [float(word) for word in text.split(",")]
+    except ValueError:
+        values = [-1.0]
+    if not all(0 <= value < float("inf") for value in values):
+        raise typer.BadParameter(
+            f"expected numbers >= 0 separated by commas, got {text!r}", param_hint="--temperature"
+        )
+    return values
+
+
 def _require_room(model: Fp8Model, tokens: int) -> None:
     if tokens > model.engine.max_context:
         raise GenerationError(
             f"--prompt-tokens and --new-tokens add up to {tokens}, the model's context is "
             f"{model.engine.max_context}; lower one of them"
         )
-
-
-def _print_speeds(speeds: list[Speed], report: dict[str, Any]) -> None:
-    rows = [
-        (
-            speed.runner,
-            str(speed.prompt_tokens),
-            str(speed.batch),
-            _cell(speed.prefill_tokens_per_second, 1),
-            _cell(speed.decode_tokens_per_second, 1),
-            _cell(speed.time_to_first_token, 3),
-        )
-        for speed in speeds
-    ]
-    title = (
-        f"{report['new_tokens']} new tokens, {report['threads']} threads; loaded in "
-        f"{report['load_seconds']:.1f} s, peak memory {report['peak_memory_bytes'] / 1e6:.0f} MB"
-    )
-    headings = (
-        "engine",
-        "prompt",
-        "batch",
-        "prefill tok/s",
-        "decode tok/s",
-        "first (s)",
-    )
-    _print_table(title, headings, rows, names=1)
-
-
-def _print_kernels(machine: Machine, speeds: list[KernelSpeed]) -> None:
-    rows = [
-        (
-            speed.kernel,
-            speed.shape,
-            _cell(speed.microseconds, 1),
-            _cell(speed.gb_per_second, 1),
-            _cell(speed.gflops, 0),
-            f"{speed.of_limit:.2f}",
-        )
-        for speed in speeds
-    ]
-    title = (
-        f"{machine.threads} threads; memory reads at {machine.read_gb_per_second:.1f} GB/s, torch "
-        f"multiplies bfloat16 matrices at {machine.matrix_gflops:.0f} GFLOP/s"
-    )
-    headings = ("kernel", "shape", "us", "GB/s", "GFLOP/s", "of limit")
-    _print_table(title, headings, rows, names=2)
-
-
-def _print_table(
-    title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], names: int
-) -> None:
-    """Print a table whose first `names` columns are text."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left")
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number < names else "right")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-
-
-def _cell(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

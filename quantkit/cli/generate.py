@@ -15,7 +15,7 @@ from quantkit.errors import GenerationError
 if TYPE_CHECKING:
     from quantkit.runtime.model import Fp8Model
     from quantkit.runtime.params import SamplingParams
-    from quantkit.runtime.stats import Stats
+    from quantkit.runtime.stats import DraftStats, Stats
 
 
 def generate(
@@ -42,6 +42,16 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(metavar="TEXT", help="End before TEXT; may be repeated.")
     ] = None,
+    draft: Annotated[
+        str, typer.Option(metavar="none|suffix|auto|PATH", help="What drafts tokens ahead.")
+    ] = "none",
+    verification: Annotated[
+        str,
+        typer.Option(help="coupled: drafts change nothing; rejection, block: only the odds stay."),
+    ] = "coupled",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Keep even roundings independent of drafts.")
+    ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     stats: Annotated[
@@ -69,9 +79,16 @@ def generate(
     )
     text = _read_stdin() if prompt is None else prompt
     # Loading torch takes seconds; what can be refused without it has been.
-    from quantkit.runtime.model import load_fp8
+    from quantkit.load import load_fp8
 
-    model = load_fp8(checkpoint, device=device, threads=threads)
+    model = load_fp8(
+        checkpoint,
+        device=device,
+        draft=draft,
+        threads=threads,
+        verification=verification,
+        deterministic=deterministic,
+    )
     quiet_transformers()
     ids = model.encode_chat([{"role": "user", "content": text}]) if chat else model.encode(text)
     if as_json:
@@ -126,4 +143,16 @@ def _summary(stats: Stats) -> str:
         parts.append(f"first token after {stats.time_to_first_token:.3f} s")
     if stats.seed is not None:
         parts.append(f"seed {stats.seed}")
+    if stats.drafts is not None:
+        parts.append(_draft_summary(stats.drafts))
     return ", ".join(parts)
+
+
+def _draft_summary(drafts: DraftStats) -> str:
+    if drafts.draft_acceptance_rate is None:
+        return "nothing drafted"
+    return (
+        f"drafted {drafts.num_draft_tokens} tokens, accepted {drafts.num_accepted_tokens} "
+        f"({drafts.draft_acceptance_rate:.0%}), {drafts.mean_acceptance_length:.2f} tokens per "
+        f"draft, about {drafts.speed_up:.2f} times plain decoding"
+    )

@@ -18,6 +18,7 @@ from quantkit import __version__
 from quantkit.cli.bench import bench
 from quantkit.cli.calibrate import calibrate
 from quantkit.cli.console import close_stdout, note, open_console
+from quantkit.cli.draft import draft
 from quantkit.cli.eval import evaluate
 from quantkit.cli.generate import generate
 from quantkit.cli.inspect import inspect
@@ -36,6 +37,7 @@ app.command("inspect")(inspect)
 app.command("eval")(evaluate)
 app.command("generate")(generate)
 app.command("bench")(bench)
+app.command("draft")(draft)
 
 
 def _print_version(wanted: bool) -> None:

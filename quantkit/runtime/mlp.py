@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from quantkit.row_ops import add_rms_norm, add_rms_norm_quantize, gate_mul, gate_mul_quantize
+from quantkit.ops import gate_mul
+from quantkit.row_ops import add_rms_norm, add_rms_norm_quantize, gate_mul_quantize
 from quantkit.runtime.layers import Linear
 
 

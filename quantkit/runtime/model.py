@@ -10,10 +10,12 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from quantkit.errors import CheckpointError, GenerationError, UnsupportedError
+from quantkit.errors import CheckpointError, GenerationError
+from quantkit.runtime.drafting import Speculator
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.generation import Completion, Generation
+from quantkit.runtime.generation import Generation
 from quantkit.runtime.params import ResolvedParams, SamplingParams, sampling_params
+from quantkit.runtime.request import Completion
 from quantkit.runtime.stats import Stats
 from quantkit.runtime.text import TextStream
 from quantkit.shards import read_json
@@ -23,15 +25,24 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json",
 
 
 class Fp8Model:
-    """A loaded checkpoint; made by `load_fp8`.
+    """A loaded checkpoint; made by `quantkit.load_fp8`.
 
     `stats` are the counters of the last call. Sampling options are the fields of SamplingParams,
-    given as one object, as keywords, or both (keywords win).
+    given as one object, as keywords, or both (keywords win). `speculator` is who drafts, if anyone
+    does; with a `width` every decoding pass runs that many rows of one sequence, see Generation.
     """
 
-    def __init__(self, engine: Engine, path: Path) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        path: Path,
+        speculator: Speculator | None = None,
+        width: int | None = None,
+    ) -> None:
         self.engine = engine
         self.path = path
+        self.speculator = speculator
+        self.width = width
         self.stats = Stats()
 
     @cached_property
@@ -197,7 +208,8 @@ class Fp8Model:
             def new_text() -> TextStream:
                 return TextStream(tokenizer, params.stop)
 
-        generation = Generation(self.engine, ids, params, new_text)
+        speculation = self.speculator.start(params, len(ids)) if self.speculator else None
+        generation = Generation(self.engine, ids, params, new_text, speculation, self.width)
         self.stats = generation.stats
         return generation
 
@@ -213,35 +225,3 @@ class Fp8Model:
         if ids or bos is None:
             return ids
         return [int(bos)]
-
-
-def load_fp8(
-    path: str | Path,
-    device: str = "auto",
-    draft: str | None = None,
-    kv: str = "auto",
-    threads: int | None = None,
-    dtype: str = "auto",
-    activations: str = "auto",
-) -> Fp8Model:
-    """Load a checkpoint that `calibrate` or `export` wrote.
-
-    Args:
-        path: The checkpoint's folder.
-        device: "cpu", "cuda", or "auto": a GPU if there is one.
-        draft: What drafts tokens for speculative decoding; None for plain decoding.
-        kv: "auto" caches keys and values as the checkpoint declares, "none" unquantized.
-        threads: CPU threads; None leaves torch's setting.
-        dtype: Dtype of the activations, or "auto": the checkpoint's own.
-        activations: "auto" keeps them in `dtype`, "quantized" quantizes them as declared.
-
-    Raises CheckpointError if the folder is no intact checkpoint.
-    """
-    if draft is not None:
-        raise UnsupportedError(f"draft={draft!r}: speculative decoding is not available yet")
-    from quantkit.runtime.loading import load_engine
-
-    engine = load_engine(
-        path, device=device, dtype=dtype, kv=kv, activations=activations, threads=threads
-    )
-    return Fp8Model(engine, Path(path))

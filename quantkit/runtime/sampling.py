@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import GenerationError
-from quantkit.runtime.noise import gumbel, noise_keys
+from quantkit.runtime.choice import argmax, gumbel_argmax
+from quantkit.runtime.noise import noise_key
 from quantkit.runtime.params import ResolvedParams
 
 MIN_TEMPERATURE = 1e-30
@@ -44,29 +45,28 @@ def sample(logits: Tensor, prefixes: Sequence[Prefix], params: ResolvedParams) -
     Shapes: logits float32 [rows, vocab], one Prefix a row -> int64 [rows]. `logits` is not changed.
     Raises GenerationError where a row is not finite or every token is forbidden.
     """
-    scores = process(logits, prefixes, params)
-    peak, likeliest = scores.max(dim=-1, keepdim=True)
-    _require_finite(peak, logits, prefixes)
     if params.temperature == 0:
-        return likeliest[:, 0]
-    temperature = max(params.temperature, MIN_TEMPERATURE)
-    scores = keep_likely((scores - peak) / temperature, params)
-    places = [(prefix.sequence, prefix.position) for prefix in prefixes]
-    return _gumbel_argmax(scores, noise_keys(params.seed, places, logits.device))
+        return _likeliest(process(logits, prefixes, params), logits, prefixes)
+    keys = [noise_key(params.seed, prefix.sequence, prefix.position) for prefix in prefixes]
+    return gumbel_argmax(log_weights(logits, prefixes, params), keys)
 
 
-def _gumbel_argmax(scores: Tensor, keys: Tensor) -> Tensor:
-    """Return argmax(scores + noise) per row; float32 [rows, vocab], int64 [rows] -> int64 [rows].
+def log_weights(logits: Tensor, prefixes: Sequence[Prefix], params: ResolvedParams) -> Tensor:
+    """Return what tokens are drawn by at a temperature above 0: log p + a constant of the row.
 
-    A column that no row keeps cannot win, so after a filter little noise has to be computed.
+    Shapes: float32 [rows, vocab] -> the same; 0 for the likeliest token, -inf for excluded ones.
+    Raises GenerationError where a row is not finite or every token is forbidden.
     """
-    kept = scores.isfinite().any(dim=0)
-    if bool(kept.all()):
-        token_ids = torch.arange(len(kept), device=scores.device)
-    else:
-        token_ids = kept.nonzero()[:, 0]
-        scores = scores[:, token_ids]
-    return token_ids[gumbel(keys, token_ids).add_(scores).argmax(dim=-1)]
+    scores = process(logits, prefixes, params)
+    peak = scores.gather(-1, _likeliest(scores, logits, prefixes)[:, None])
+    return keep_likely((scores - peak) / max(params.temperature, MIN_TEMPERATURE), params)
+
+
+def _likeliest(scores: Tensor, logits: Tensor, prefixes: Sequence[Prefix]) -> Tensor:
+    """Return the argmax of every row, int64 [rows], having checked that it is finite."""
+    likeliest = argmax(scores)
+    _require_finite(scores.gather(-1, likeliest[:, None]), logits, prefixes)
+    return likeliest
 
 
 def process(logits: Tensor, prefixes: Sequence[Prefix], params: ResolvedParams) -> Tensor:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from quantkit.bench.prompts import Prompt
 from quantkit.cli.main import main
 from tests.cli.command import quantkit
 
@@ -43,6 +44,8 @@ def test_every_prompt_length_meets_every_batch_size_and_the_baseline(
         (["--baseline", "transfomers"], "did you mean 'transformers'"),
         (["--baseline", "transformers"], "goes together with --reference MODEL"),
         (["--prompt-tokens", "0"], "expected positive integers"),
+        (["--draft", "suffix", "--kernels"], "a measurement of its own"),
+        (["--draft", "suffix", "--temperature", "0,warm"], "expected numbers >= 0"),
     ],
 )
 def test_options_are_checked_before_anything_is_loaded(
@@ -107,3 +110,40 @@ def test_a_workload_beyond_the_context_is_an_error(
         "error: --prompt-tokens and --new-tokens add up to 65, the model's context is 64; "
         "lower one of them\n"
     )
+
+
+@pytest.fixture
+def _short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = (
+        Prompt("again", "copy", "one two three one two three one two three"),
+        Prompt("story", "prose", "the cat and the river"),
+    )
+    monkeypatch.setattr("quantkit.bench.prompts.PROMPTS", prompts)
+
+
+@pytest.mark.usefixtures("_short_prompts")
+def test_drafting_is_measured_in_turn_with_plain_decoding(
+    tiny_checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["bench", str(tiny_checkpoint), "--draft", "suffix", "--new-tokens", "12"]
+    arguments += ["--repeats", "2", "--batch", "1,3"]
+    with pytest.raises(SystemExit, match="0"):
+        main([*arguments, "--json"])
+    report = json.loads(capsys.readouterr().out)
+    rows = report["results"]
+    assert [(row["prompt"], row["batch"], row["temperature"]) for row in rows] == [
+        (name, batch, temperature)
+        for batch, names in ((1, ("again", "story")), (3, ("copy", "prose")))
+        for temperature in (0, 0.7)
+        for name in names
+    ]
+    for row in rows:
+        assert row["identical"] == row["batch"]
+        assert row["plain_tokens_per_second"] > 0
+        assert row["draft_tokens_per_second"] > 0
+        assert row["drafts"]["num_steps"] > 0
+    assert [summary["kind"] for summary in report["summary"]] == ["copy", "prose"] * 4
+    assert all(s["worst_speed_up"] <= s["speed_up"] for s in report["summary"])
+    with pytest.raises(SystemExit, match="0"):
+        main(arguments)
+    assert "speed-ups by kind" in capsys.readouterr().out

@@ -36,6 +36,21 @@ def test_the_stream_equals_the_library_and_the_prompt_may_be_piped(tiny_checkpoi
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("flags", [["--draft", "suffix"], ["--draft", "auto", "--deterministic"]])
+def test_drafts_do_not_change_what_is_written(flags: list[str], tiny_checkpoint: Path) -> None:
+    prompt = "one two three one two three one two"
+    options = ["--prompt", prompt, "--max-new-tokens", "20", "--temperature", "0"]
+    plain = quantkit("generate", tiny_checkpoint, *options)
+    drafted = quantkit("generate", tiny_checkpoint, *options, *flags, "--stats")
+    assert drafted.stdout == plain.stdout
+    assert "drafted" in drafted.stderr
+
+
+def test_an_unknown_draft_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    done = quantkit("generate", tmp_path, "--prompt", "a", "--draft", "sufix")
+    assert_one_line_error(done, 2, "draft 'sufix' is neither", "did you mean 'suffix'")
+
+
 def test_chat_stop_and_stats(tiny_checkpoint: Path) -> None:
     from quantkit import load_fp8
 

@@ -65,7 +65,7 @@ class TestEndings:
         def fail(*_: object, **__: object) -> None:
             raise error
 
-        monkeypatch.setattr("quantkit.runtime.model.load_fp8", fail)
+        monkeypatch.setattr("quantkit.load.load_fp8", fail)
         with pytest.raises(SystemExit) as caught:
             main(["generate", "x", "--prompt", "a", *arguments])
         return caught.value.code

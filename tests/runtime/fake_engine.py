@@ -77,6 +77,7 @@ class FakeEngine:
         for sequence, piece in zip(sequences, pieces, strict=True):
             assert sequence not in cache.released
             for token in piece.tolist():
+                assert 0 <= token < self.vocab_size
                 cache.tokens[sequence].append(token)
                 rows.append(self._row(cache.tokens[sequence]))
             assert len(cache.tokens[sequence]) <= self.max_context

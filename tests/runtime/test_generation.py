@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from quantkit.errors import GenerationError
-from quantkit.runtime.generation import PREFILL_CHUNK, Completion, Generation
+from quantkit.runtime.generation import PREFILL_CHUNK, Generation
 from quantkit.runtime.params import ResolvedParams
+from quantkit.runtime.request import Completion
 from quantkit.runtime.text import TextStream
 from tests.runtime.fake_engine import FakeEngine
 from tests.runtime.tokenizers import byte_level

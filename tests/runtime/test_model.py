@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import quantkit
-from quantkit import SamplingParams, load_fp8
-from quantkit.errors import CheckpointError, GenerationError, UnsupportedError
+from quantkit import SamplingParams
+from quantkit.errors import CheckpointError, GenerationError
 from quantkit.runtime.model import Fp8Model
 from tests import tiny
 from tests.runtime.fake_engine import FakeEngine
@@ -191,11 +191,6 @@ def test_logits_take_a_batch_and_check_it(model: Fp8Model) -> None:
     for bad in (ids[0], ids.float(), ids[:, :0], ids + 125, ids - 6):
         with pytest.raises(GenerationError, match="input_ids"):
             model.logits(bad)
-
-
-def test_drafts_are_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=r"draft='suffix'.*not available yet"):
-        load_fp8(tmp_path, draft="suffix")
 
 
 def test_importing_quantkit_loads_neither_torch_nor_transformers() -> None:

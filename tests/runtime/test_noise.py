@@ -2,11 +2,25 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+import pytest
 import torch
 
-from quantkit.runtime.noise import gumbel, noise_key, noise_keys
+from quantkit.runtime.noise import (
+    bits_below,
+    gumbel,
+    gumbel_of_bits,
+    noise_bits,
+    noise_key,
+    token_offsets,
+    uniform,
+)
 
 MASK = (1 << 64) - 1
+
+
+def noise_keys(seed: int, places: list[tuple[int, int]]) -> torch.Tensor:
+    return torch.tensor([noise_key(seed, sequence, position) for sequence, position in places])
 
 
 def splitmix64(state: int) -> int:
@@ -37,7 +51,7 @@ def test_the_key_chains_splitmix64_over_seed_sequence_and_position() -> None:
 
 def test_noise_does_not_depend_on_what_else_is_computed() -> None:
     places = [(0, 4), (1, 4), (2, 9)]
-    keys = noise_keys(3, places, torch.device("cpu"))
+    keys = noise_keys(3, places)
     together = gumbel(keys, torch.arange(1000))
     for row in range(3):
         assert torch.equal(together[row], gumbel(keys[row : row + 1], torch.arange(1000))[0])
@@ -47,7 +61,7 @@ def test_noise_does_not_depend_on_what_else_is_computed() -> None:
 
 def test_noise_is_finite_and_gumbel_distributed() -> None:
     places = [(sequence, position) for sequence in range(20) for position in range(20)]
-    noise = gumbel(noise_keys(1, places, torch.device("cpu")), torch.arange(500)).sort(-1).values
+    noise = gumbel(noise_keys(1, places), torch.arange(500)).sort(-1).values
     assert bool(noise.isfinite().all())
     flat = noise.flatten()
     # 200 000 draws: standard errors are 0.0029 (mean) and 0.0094 (variance); five of each.
@@ -64,3 +78,31 @@ def test_neighbouring_seeds_sequences_positions_and_tokens_are_uncorrelated() ->
     row = gumbel(torch.tensor([base]), tokens)[0]
     shifted = torch.stack([row[:-1], row[1:]])
     assert abs(float(torch.corrcoef(shifted)[0, 1])) < 5 / math.sqrt(50_000)
+
+
+def test_numpy_bits_are_those_of_the_noise() -> None:
+    ids = np.array([0, 1, 17, 150_000])
+    for key in (noise_key(1, 2, 3), -5, 0):
+        noise = gumbel_of_bits(noise_bits(key, token_offsets(ids)))
+        expected = gumbel(torch.tensor([key]), torch.from_numpy(ids))[0]
+        assert torch.allclose(torch.from_numpy(noise), expected, rtol=1e-14)
+
+
+def test_bits_below_a_noise_have_less_noise() -> None:
+    for noise in np.linspace(-3.5, 30, 500).tolist():
+        limit = bits_below(noise)
+        below = np.array([max(0, limit - 1)], dtype=np.uint64)
+        assert gumbel_of_bits(below)[0] < noise or limit == 0
+        # And it is not so careful as to be useless.
+        above = np.array([min(limit + limit // 10**9 + 10**6, 2**52 - 1)], dtype=np.uint64)
+        assert gumbel_of_bits(above)[0] > noise or noise > 22
+
+
+def test_uniforms_are_the_noise_of_token_0_and_purposes_differ() -> None:
+    keys = [noise_key(1, 0, position, purpose) for position in range(200) for purpose in range(5)]
+    numbers = [uniform(key) for key in keys]
+    noise = gumbel(torch.tensor(keys), torch.tensor([0]))[:, 0]
+    assert noise.tolist() == pytest.approx([-math.log(-math.log(u)) for u in numbers])
+    assert len(set(keys)) == 1000
+    # The mean of 1000 uniforms has a standard error of 0.0091.
+    assert abs(sum(numbers) / 1000 - 0.5) < 0.04

@@ -1,0 +1,1 @@
+"""Speculative decoding: who drafts tokens, how many pay, and how the target judges them."""

@@ -1,0 +1,159 @@
+"""How many drafted tokens are worth verifying: as many as raise the rate of tokens per second.
+
+A token kept to be verified is one more row in the target's pass. It pays if
+`P(it and all before it are accepted) > rate * marginal seconds`, the rate being what is attained
+in the long run: that is the condition of the best ratio of expected tokens to expected time. All
+sequences of a batch share a pass, so their tokens compete in one list. Zero is a possible answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quantkit.runtime.verification import Draft, Guess
+from quantkit.speculative.acceptance import Acceptance
+from quantkit.speculative.step_costs import StepCosts
+
+MEMORY = 0.98
+"""Weight of the past in the running rate, per step."""
+PROBE_INTERVAL = 64
+"""Steps without a draft after which one token is verified although it does not pay."""
+
+
+class Controller:
+    """Decides on drafts, and learns from what became of them; implements Judge.
+
+    One Controller serves all generations of a model; a rate is kept for each size of batch. With
+    `coarse` only numbers of rows that were measured are used. Without `timed` costs stay as they
+    were given, so that what is decided can be repeated.
+    """
+
+    def __init__(
+        self, costs: StepCosts, acceptance: Acceptance, coarse: bool = False, timed: bool = True
+    ) -> None:
+        self.costs = costs
+        self.acceptance = acceptance
+        self._coarse = coarse
+        self._timed = timed
+        self._batch = 1
+        self._rates: dict[int, tuple[float, float]] = {}  # decayed tokens and seconds
+        self._idle = 0
+        self._pass_seconds: float | None = None
+        self._passes = 0  # in the step at hand
+
+    def begin_step(self, batch: int) -> None:
+        """Say how many sequences run in the next step."""
+        self._batch = batch
+        self._passes = 0
+
+    @property
+    def probing(self) -> bool:
+        """Whether it is time to draft where it does not seem to pay."""
+        return self._idle >= PROBE_INTERVAL
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second attained lately, at least those of plain decoding."""
+        plain = self._batch / self.costs.seconds(self._batch, self._batch)
+        tokens, seconds = self._rates.get(self._batch, (0.0, 0.0))
+        return max(plain, tokens / seconds) if seconds else plain
+
+    def pays(self, source: str, guesses: Sequence[Guess], num_drafts: int) -> bool:
+        """Return whether another pass of `source` pays for a draft; see Judge."""
+        if self.probing and not guesses:
+            return True
+        survival = self._survival(guesses) * self.acceptance.prospect(source, len(guesses))
+        return survival > self.rate * (self._pass() / num_drafts + self._row_seconds())
+
+    def value(self, guesses: Sequence[Guess]) -> float:
+        """Return the expected gain in tokens of verifying a draft; see Judge."""
+        price = self.rate * self._row_seconds()
+        best = total = 0.0
+        for survival in self.acceptance.survivals(guesses):
+            total += survival - price
+            best = max(best, total)
+        return best
+
+    def prospect(self, source: str, limit: int, num_drafts: int) -> float:
+        """Return the expected gain in tokens of a draft that is yet to be made; see Judge."""
+        price = self.rate * (self._row_seconds() + self._pass() / num_drafts)
+        best = total = 0.0
+        survival = 1.0
+        for place in range(limit):
+            survival *= self.acceptance.prospect(source, place)
+            total += survival - price
+            best = max(best, total)
+        return best
+
+    def trim(self, drafts: Sequence[Draft]) -> list[Draft]:
+        """Keep of each draft what pays, the whole batch considered."""
+        slots = sorted(
+            (
+                (-survival, place, index)
+                for index, draft in enumerate(drafts)
+                for place, survival in enumerate(self.acceptance.survivals(draft.guesses))
+            )
+        )
+        count = self._best_count([-survival for survival, _, _ in slots])
+        if count == 0 and slots and self.probing:
+            count = 1
+        self._idle = 0 if count else self._idle + 1
+        lengths = [0] * len(drafts)
+        for _, _, index in slots[:count]:
+            lengths[index] += 1
+        return [draft.first(length) for draft, length in zip(drafts, lengths, strict=True)]
+
+    def observe_step(self, tokens: int, rows: int, draft_seconds: float, seconds: float) -> None:
+        """Learn what a step brought and took: `seconds` for the target, before it for drafting."""
+        if self._timed:
+            self.costs.observe(self._batch, rows, seconds)
+        else:
+            draft_seconds = self._passes * self._pass()
+            seconds = self.costs.seconds(self._batch, rows)
+        old_tokens, old_seconds = self._rates.get(self._batch, (0.0, 0.0))
+        self._rates[self._batch] = (
+            MEMORY * old_tokens + tokens,
+            MEMORY * old_seconds + draft_seconds + seconds,
+        )
+
+    def observe_passes(self, passes: int, seconds: float) -> None:
+        """Learn what the passes of a drafting model took."""
+        self._passes = passes
+        if not self._timed:
+            return
+        each = seconds / passes
+        old = each if self._pass_seconds is None else self._pass_seconds
+        self._pass_seconds = 0.9 * old + 0.1 * min(each, 2 * old)
+
+    def _survival(self, guesses: Sequence[Guess]) -> float:
+        return self.acceptance.survivals(guesses)[-1] if guesses else 1.0
+
+    def _pass(self) -> float:
+        """Return the seconds of a drafting pass; before the first, a tenth of a step's."""
+        if self._pass_seconds is None:
+            return 0.1 * self.costs.seconds(self._batch, self._batch)
+        return self._pass_seconds
+
+    def _row_seconds(self) -> float:
+        """Return the cost of one more row for each sequence, divided among them."""
+        batch = self._batch
+        more = self.costs.seconds(batch, 2 * batch) - self.costs.seconds(batch, batch)
+        return more / batch
+
+    def _best_count(self, survivals: Sequence[float]) -> int:
+        """Return how many tokens, the likeliest first, give the largest expected gain.
+
+        All counts are compared, because the cost of rows grows in steps and not evenly.
+        """
+        batch, rate = self._batch, self.rate
+        plain = self.costs.seconds(batch, batch)
+        allowed = set(self.costs.measured_rows(batch)) if self._coarse else None
+        best, best_gain, expected = 0, 0.0, 0.0
+        for count, survival in enumerate(survivals, start=1):
+            expected += survival
+            if allowed is not None and batch + count not in allowed:
+                continue
+            gain = expected - rate * (self.costs.seconds(batch, batch + count) - plain)
+            if gain > best_gain:
+                best, best_gain = count, gain
+        return best

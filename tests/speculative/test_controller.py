@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from quantkit.runtime.verification import Draft, Guess
+from quantkit.speculative.acceptance import Acceptance
+from quantkit.speculative.controller import PROBE_INTERVAL, Controller
+from quantkit.speculative.step_costs import StepCosts
+
+Cost = Callable[[int, int], float]
+
+
+def controller(cost: Cost, coarse: bool = False, batch: int = 1) -> Controller:
+    made = Controller(StepCosts(cost), Acceptance(), coarse, timed=False)
+    made.begin_step(batch)
+    return made
+
+
+def row_cost(share: float) -> Cost:
+    """A step takes 1, and `share` more for each row beyond one a sequence."""
+    return lambda batch, rows: 1.0 + share * (rows - batch)
+
+
+def draft(*rates: float) -> Draft:
+    """A draft whose tokens are accepted with these probabilities, each its own kind."""
+    guesses = [Guess("s", f"{place}:{rate}", rate) for place, rate in enumerate(rates)]
+    return Draft(list(range(len(rates))), guesses)
+
+
+def lengths(drafts: Sequence[Draft]) -> list[int]:
+    return [len(one) for one in drafts]
+
+
+def test_free_rows_are_all_used_and_dear_ones_not_at_all() -> None:
+    assert lengths(controller(row_cost(0.0)).trim([draft(0.2, 0.2, 0.2)])) == [3]
+    assert lengths(controller(row_cost(1.0)).trim([draft(0.99, 0.99)])) == [0]
+
+
+def test_a_token_is_kept_as_long_as_its_survival_exceeds_its_cost() -> None:
+    # Survivals 0.8, 0.64, 0.512, 0.41, ...; the rate is 1 token a step, so the threshold is 0.45.
+    assert lengths(controller(row_cost(0.45)).trim([draft(*[0.8] * 8)])) == [3]
+
+
+def test_the_batch_shares_its_rows_by_survival() -> None:
+    shared = controller(row_cost(0.3 / 3), batch=3)
+    # The rate is 3 tokens a step: a row has to bring 0.3.
+    kept = shared.trim([draft(0.9, 0.9, 0.9), draft(0.5, 0.5), draft(0.1, 0.99)])
+    assert lengths(kept) == [3, 1, 0]
+
+
+def test_a_step_in_the_costs_is_crossed_only_for_enough_tokens() -> None:
+    def stairs(batch: int, rows: int) -> float:
+        return 1.0 if rows <= 2 else 2.0
+
+    assert lengths(controller(stairs).trim([draft(0.9, 0.5, 0.5)])) == [1]
+    assert lengths(controller(stairs).trim([draft(*[1.0] * 9)])) == [9]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_count_is_the_best_of_all(seed: int) -> None:
+    generator = random.Random(seed)
+    steps = [generator.random() ** 4 for _ in range(20)]
+    costs = list(itertools.accumulate(steps, initial=1.0))
+    chosen = controller(lambda batch, rows: costs[min(rows, 16)])
+    table = StepCosts(lambda batch, rows: costs[min(rows, 16)])
+    rates = [generator.uniform(0.5, 1) for _ in range(15)]
+    survivals = list(itertools.accumulate(rates, lambda a, b: a * b))
+    gains = [
+        sum(survivals[:n]) - (table.seconds(1, 1 + n) / table.seconds(1, 1) - 1) for n in range(16)
+    ]
+    assert lengths(chosen.trim([draft(*rates)])) == [gains.index(max(gains))]
+
+
+def test_the_rate_raises_the_bar() -> None:
+    fast = controller(row_cost(0.1))
+    one = draft(0.3)
+    assert lengths(fast.trim([one])) == [1]
+    for _ in range(200):  # a text that is copied: 6 tokens in a step of 1.5
+        fast.begin_step(1)
+        fast.observe_step(6, 6, 0.0, 1.0)
+    assert fast.rate == pytest.approx(4.0, rel=0.01)
+    assert lengths(fast.trim([one])) == [0]
+
+
+def test_the_rate_is_never_below_that_of_plain_decoding() -> None:
+    slow = controller(row_cost(0.4))
+    for _ in range(200):  # drafts of 5 that are always refused
+        slow.begin_step(1)
+        slow.observe_step(1, 6, 0.0, 1.0)
+    assert slow.rate == 1.0
+
+
+def test_only_measured_rows_are_used_when_each_has_to_be_prepared() -> None:
+    coarse = controller(row_cost(0.01), coarse=True)
+    assert lengths(coarse.trim([draft(*[0.9] * 6)])) == [3]  # 4 rows; the next are 8
+    assert lengths(coarse.trim([draft(0.9)])) == [1]
+
+
+def test_a_probe_comes_once_in_a_while_and_only_then() -> None:
+    probing = controller(row_cost(1.0))
+    kept = []
+    for _ in range(2 * PROBE_INTERVAL + 2):
+        probing.begin_step(1)
+        kept.append(sum(lengths(probing.trim([draft(0.5, 0.5)]))))
+    assert kept.count(1) == sum(kept) == 2
+
+
+def test_a_model_is_asked_while_its_next_token_is_worth_a_pass_and_a_row() -> None:
+    judge = controller(row_cost(0.2))
+    for _ in range(50):
+        judge.acceptance.observe(draft(0.9, 0.9, 0.9), 2, 3)
+    guesses = draft(0.9, 0.9, 0.9).guesses
+    # A pass counts as a tenth of a step until one is measured; prospects are 1, 1 and 0.
+    assert judge.pays("s", guesses[:0], 1)
+    assert judge.pays("s", guesses[:1], 1)
+    assert not judge.pays("s", guesses[:2], 1)
+
+
+def test_a_pass_is_shared_by_the_drafts_in_it() -> None:
+    judge = controller(row_cost(0.5))
+    judge.observe_passes(2, 0.4)
+    single = judge.pays("unknown", (), 1)
+    assert judge.pays("unknown", (), 8) >= single
+
+
+def test_values_and_prospects_are_gains_in_tokens() -> None:
+    judge = controller(row_cost(0.1))
+    assert judge.value(draft(0.5, 0.5).guesses) == pytest.approx(0.5 - 0.1 + 0.25 - 0.1)
+    assert judge.value(draft(0.05).guesses) == 0
+    # A prospect of 0.6 each, a tenth of a step for a row and another for a pass.
+    assert judge.prospect("s", 2, 1) == pytest.approx(0.6 - 0.2 + 0.36 - 0.2)
+    assert judge.prospect("s", 0, 1) == 0
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.4])
+def test_it_comes_close_to_the_best_fixed_length_and_never_below_plain(
+    rate: float, share: float
+) -> None:
+    """Tokens accepted at random; the controller has to find the length out by itself."""
+    generator = random.Random(1)
+    adaptive = controller(row_cost(share))
+    tokens = seconds = 0.0
+    for step in range(1500):
+        adaptive.begin_step(1)
+        one = Draft([0] * 15, [Guess("s", 0, 0.5)] * 15)
+        (kept,) = adaptive.trim([one])
+        accepted = next((n for n in range(len(kept)) if generator.random() > rate), len(kept))
+        adaptive.acceptance.observe(kept, accepted, min(accepted + 1, len(kept)))
+        adaptive.observe_step(accepted + 1, 1 + len(kept), 0.0, 1.0)
+        if step >= 300:
+            tokens += accepted + 1
+            seconds += 1 + share * len(kept)
+    best = max((1 - rate ** (n + 1)) / (1 - rate) / (1 + share * n) for n in range(16))
+    # The noise of 1200 steps is about 2 %.
+    assert tokens / seconds > 0.94 * best
+    assert tokens / seconds > 0.97
