@@ -88,11 +88,17 @@ class Tools:
     cutlass: Path | None = None
 
     @cached_property
-    def versions(self) -> str:
-        """What, beside files and flags, decides an object's content."""
-        nvcc = subprocess.run([self.nvcc, "--version"], capture_output=True, text=True, check=True)
-        names = ["torch"] + ["nvidia-cutlass"] * (self.cutlass is not None)
-        return " ".join([nvcc.stdout, *(importlib.metadata.version(name) for name in names)])
+    def nvcc_version(self) -> str:
+        """What nvcc says of itself."""
+        result = subprocess.run(
+            [self.nvcc, "--version"], capture_output=True, text=True, check=True
+        )
+        return result.stdout
+
+    def versions(self, unit: Unit) -> str:
+        """What, beside files and flags, decides the content of a unit's object."""
+        names = ["torch", *(["nvidia-cutlass"] if unit.uses_cutlass else [])]
+        return " ".join([self.nvcc_version, *(importlib.metadata.version(name) for name in names)])
 
 
 def requested_archs(text: str | None = None) -> tuple[str, ...]:
@@ -207,7 +213,7 @@ def compile_command(unit: Unit, tools: Tools) -> list[str]:
 def object_path(unit: Unit, tools: Tools, folder: Path) -> Path:
     """Return the place of a unit's object: its name has a hash of all that decides the content."""
     words = [word.replace(str(ROOT), "") for word in compile_command(unit, tools)]
-    digest = hashlib.sha256("\0".join([*words, tools.versions]).encode())
+    digest = hashlib.sha256("\0".join([*words, tools.versions(unit)]).encode())
     for path in unit.files:
         digest.update(b"\0" + path.name.encode() + b"\0" + path.read_bytes())
     return folder / f"{unit.source.stem}-{digest.hexdigest()[:16]}.o"
@@ -226,6 +232,7 @@ def compile_unit(unit: Unit, tools: Tools, target: Path) -> float:
         lines = [line for line in output.splitlines() if not line.startswith(("ptxas info", " "))]
         raise BuildError("\n".join([f"{unit.source} does not compile", " ".join(command), *lines]))
     if object_path(unit, tools, target.parent) != target:
+        partial.unlink()
         raise BuildError(f"{unit.source} or what it includes changed while it was compiled")
     log_path(target).write_text(f"seconds {seconds:.1f}\n{output}", encoding="utf-8")
     partial.rename(target)
@@ -234,11 +241,8 @@ def compile_unit(unit: Unit, tools: Tools, target: Path) -> float:
 
 def available_memory() -> float:
     """Return the GB that this machine, and the container if it is one, has free."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        match = re.search(r"MemAvailable:\s*(\d+) kB", meminfo.read_text())
-        free = int(match[1]) * 1024 if match else free
+    meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
+    free = 1024 * int(re.findall(r"MemAvailable:\s*(\d+) kB", meminfo)[0])
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
     if limit.exists() and limit.read_text().strip() != "max":
         free = min(free, int(limit.read_text()) - int(used.read_text()))
@@ -264,11 +268,15 @@ def compile_all(units: list[Unit], tools: Tools, folder: Path) -> dict[Unit, Pat
     failures = []
     with ThreadPoolExecutor(job_count(missing)) as pool:
         names = {pool.submit(work, unit): unit.source.name for unit in missing}
-        for number, future in enumerate(as_completed(names), 1):
-            error = future.exception()
-            outcome = "failed" if error else future.result()
-            say(f"[{number}/{len(missing)}] {names[future]} {outcome}")
-            failures += [str(error)] if error else []
+        try:
+            for number, future in enumerate(as_completed(names), 1):
+                error = future.exception()
+                outcome = "failed" if error else future.result()
+                say(f"[{number}/{len(missing)}] {names[future]} {outcome}")
+                failures += [str(error)] if error else []
+        except KeyboardInterrupt:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     if failures:
         raise BuildError("\n\n".join(failures))
     return objects

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 SHARED = ("errors", "numerics", "scheme", "staging", "tensor_file", "shards", "checkpoint")
 OPS = (
     "extension", "op_checks", "ops", "dense_ops", "attention_ops", "cache_ops", "row_ops",
-    "scaled_ops", "decoder_ops", "probe_ops",
+    "scaled_ops", "sampling_ops", "decoder_ops", "probe_ops",
 )  # fmt: skip
 RUNTIME = ("errors", "numerics", "scheme", "shards", "checkpoint", *OPS, "runtime")
 EVERYTHING = (
@@ -51,6 +51,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "cache_ops": ("errors", "numerics", *OPS),
     "row_ops": ("errors", "numerics", *OPS),
     "scaled_ops": ("errors", "numerics", *OPS),
+    "sampling_ops": (),
     "decoder_ops": ("errors", "numerics", *OPS),
     "probe_ops": OPS,
     "runtime": RUNTIME,

@@ -17,11 +17,11 @@ from torch import Tensor
 from quantkit.runtime.noise import (
     Bits,
     bits_below,
-    gumbel,
     gumbel_of_bits,
     noise_bits,
     token_offsets,
 )
+from quantkit.sampling_ops import argmax_rows, sample_gumbel
 
 NEAR = 12.0
 """Tokens this close to the likeliest (in nats) get their noise first; few others can then win."""
@@ -34,7 +34,7 @@ def argmax(scores: Tensor) -> Tensor:
     """
     if scores.device.type == "cpu":  # torch's own takes ten times as long as numpy's
         return torch.from_numpy(scores.numpy().argmax(axis=-1))
-    return scores.argmax(dim=-1)
+    return argmax_rows(scores.contiguous())
 
 
 def gumbel_argmax(scores: Tensor, keys: Sequence[int]) -> Tensor:
@@ -46,11 +46,7 @@ def gumbel_argmax(scores: Tensor, keys: Sequence[int]) -> Tensor:
     if scores.device.type == "cpu":
         rows = zip(scores.numpy(), keys, strict=True)
         return torch.tensor([_noisy_argmax(row, key) for row, key in rows], dtype=torch.int64)
-    noise = gumbel(
-        torch.tensor(list(keys), device=scores.device),
-        torch.arange(scores.shape[-1], device=scores.device),
-    )
-    return noise.add_(scores).argmax(dim=-1)
+    return sample_gumbel(scores.contiguous(), torch.tensor(list(keys), device=scores.device))
 
 
 def _noisy_argmax(row: NDArray[np.float32], key: int) -> int:

@@ -199,6 +199,31 @@ def library_problems(library: Path) -> list[str]:
     return [f"{library.name} needs {name}, which is none of torch's stable ABI" for name in strange]
 
 
+LOADING = """
+import ctypes, sys, torch
+from quantkit.extension import load_extension
+ctypes.CDLL(sys.argv[1])
+assert load_extension(name="_cuda")
+for name in sys.argv[2:]:
+    if not torch._C._dispatch_has_kernel_for_dispatch_key(f"quantkit::{name}", "CUDA"):
+        print(f"the library loads, but without a CUDA kernel of {name}")
+"""
+
+
+def loading_problems(stub: Path) -> list[str]:
+    """Return what is wrong with the library loaded beside a libtorch_cuda, or the linker's stub."""
+    bindings = (build_cuda.ROOT / "csrc/cuda/bindings.cpp").read_text(encoding="utf-8")
+    names = re.findall(r'impl\("(\w+)"', bindings)
+    result = subprocess.run(
+        [sys.executable, "-c", LOADING, stub, *names],
+        cwd=build_cuda.ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return result.stdout.splitlines() + ([result.stderr] if result.returncode else [])
+
+
 def table(codes: list[Code]) -> str:
     """Return a table of what was read: one line a file and architecture."""
     columns = {
@@ -234,6 +259,8 @@ def main() -> int:
     objects = {
         unit: build_cuda.object_path(unit, tools, build_cuda.ROOT / "build/cuda") for unit in units
     }
+    if not LIBRARY.exists() or not all(path.exists() for path in objects.values()):
+        sys.exit("the library is not built, or not from these sources: run `make cuda` first")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         found = pool.map(read_codes, objects.keys(), objects.values())
         codes = [code for group in found for code in group]
@@ -244,6 +271,7 @@ def main() -> int:
         for problem in problems_of(code, RULES, REVIEWED)
     ]
     problems += library_problems(LIBRARY)
+    problems += loading_problems(build_cuda.ROOT / "build/cuda/stub/libtorch_cuda.so")
     print(*problems, sep="\n", file=sys.stderr)
     print(f"{len(codes)} kernels, {len(problems)} problems")
     return 1 if problems else 0

@@ -44,7 +44,8 @@ def sources(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tools(monkeypatch: pytest.MonkeyPatch) -> Tools:
-    monkeypatch.setattr(Tools, "versions", "nvcc 13.0")
+    monkeypatch.setattr(Tools, "nvcc_version", "nvcc 13.0")
+    monkeypatch.setattr(build_cuda.importlib.metadata, "version", lambda _: "1")
     return Tools(Path("nvcc"), Path("torch"), Path("cutlass"))
 
 
@@ -131,7 +132,13 @@ def test_an_object_is_compiled_again_when_anything_that_went_into_it_changes(
     assert path("bindings.cpp", ()) == other
     monkeypatch.setattr(build_cuda, "FLAGS", (*build_cuda.FLAGS, "-lineinfo"))
     assert path() != second
-    monkeypatch.setattr(Tools, "versions", "nvcc 13.1")
+    product = path("mm_sm90a.cu", ("90a",))
+    versions = {"torch": "1", "nvidia-cutlass": "4.3"}
+    monkeypatch.setattr(build_cuda.importlib.metadata, "version", versions.get)
+    assert path("bindings.cpp", ()) != other  # the flags
+    other = path("bindings.cpp", ())
+    assert path("mm_sm90a.cu", ("90a",)) != product
+    monkeypatch.setattr(Tools, "nvcc_version", "nvcc 13.1")
     assert path("bindings.cpp", ()) != other
 
 
@@ -170,7 +177,8 @@ def fake_nvcc(folder: Path, script: str) -> Path:
 def test_what_compiled_is_kept_and_what_did_not_is_told(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(Tools, "versions", "nvcc 13.0")
+    monkeypatch.setattr(Tools, "nvcc_version", "nvcc 13.0")
+    monkeypatch.setattr(build_cuda.importlib.metadata, "version", lambda _: "1")
     script = (
         "if 'rows.cu' in ' '.join(args) and 'broken' in open(args[-3]).read():\n"
         "    sys.exit('ptxas info : noise\\nrows.cu(1): error')\n"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.runtime.noise import gumbel
+from quantkit.sampling_ops import gumbel
 from tests.cuda import emulator
 from tests.cuda.emulator import Library, Order
 

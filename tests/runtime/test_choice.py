@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from quantkit.runtime.choice import NEAR, argmax, gumbel_argmax
-from quantkit.runtime.noise import gumbel, noise_key
+from quantkit.runtime.noise import noise_key
+from quantkit.sampling_ops import gumbel
 
 KEYS = [noise_key(1, sequence, 0) for sequence in range(300)]
 

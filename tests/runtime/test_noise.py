@@ -8,13 +8,13 @@ import torch
 
 from quantkit.runtime.noise import (
     bits_below,
-    gumbel,
     gumbel_of_bits,
     noise_bits,
     noise_key,
     token_offsets,
     uniform,
 )
+from quantkit.sampling_ops import gumbel
 
 MASK = (1 << 64) - 1
 

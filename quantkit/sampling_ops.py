@@ -1,0 +1,89 @@
+"""Custom ops that choose one token a row: the largest score, without or with Gumbel noise.
+
+Schema, fake kernel and a reference kernel in torch; the CUDA kernels (csrc/cuda/sampling.cu) choose
+the same tokens without a noise tensor. What scores mean, and where keys come from, is in
+`quantkit.runtime.sampling` and `quantkit.runtime.noise`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+GOLDEN: Final = 0x9E3779B97F4A7C15
+MIX_STEPS: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+LAST_SHIFT: Final = 31
+"""SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): the increment, shifts and factors in turn."""
+
+
+def argmax_rows(scores: Tensor) -> Tensor:
+    """Return the first largest column of every row; the place of a NaN if there is one.
+
+    Shapes: float32 [rows, vocab], contiguous -> int64 [rows].
+    """
+    chosen: Tensor = torch.ops.quantkit.argmax_rows(scores)
+    return chosen
+
+
+def sample_gumbel(scores: Tensor, keys: Tensor) -> Tensor:
+    """Return argmax(scores + noise) per row, the noise being `gumbel` of the row's key.
+
+    Shapes: scores float32 [rows, vocab], contiguous, -inf where a token is excluded; keys int64
+    [rows] -> int64 [rows].
+    """
+    chosen: Tensor = torch.ops.quantkit.sample_gumbel(scores, keys)
+    return chosen
+
+
+def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Return standard Gumbel noise `-log(-log(u))` for every pair of a key and a token id.
+
+    u is the SplitMix64 stream that starts at the key, read at offset token id + 1 and reduced to 52
+    bits, so that it lies strictly between 0 and 1.
+    Shapes: keys int64 [rows], token_ids int64 [tokens] -> float64 [rows, tokens].
+    """
+    bits = keys[:, None] + (token_ids + 1) * signed(GOLDEN)
+    for shift, factor in MIX_STEPS:
+        bits.bitwise_xor_(_logical_shift(bits, shift)).mul_(signed(factor))
+    bits.bitwise_xor_(_logical_shift(bits, LAST_SHIFT))
+    uniforms = _logical_shift(bits, 12).double().add_(0.5).mul_(2.0**-52)
+    return uniforms.log_().neg_().log_().neg_()
+
+
+def signed(value: int) -> int:
+    """Return the int64 with the bits of an unsigned 64-bit integer."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _logical_shift(bits: Tensor, count: int) -> Tensor:
+    """Shift right filling with zeros; torch's own shift of int64 keeps the sign."""
+    return (bits >> count).bitwise_and_((1 << (64 - count)) - 1)
+
+
+torch.library.define("quantkit::argmax_rows", "(Tensor scores) -> Tensor")
+torch.library.define("quantkit::sample_gumbel", "(Tensor scores, Tensor keys) -> Tensor")
+
+
+def _argmax_rows_reference(scores: Tensor) -> Tensor:
+    return scores.argmax(dim=-1)
+
+
+def _sample_gumbel_reference(scores: Tensor, keys: Tensor) -> Tensor:
+    token_ids = torch.arange(scores.shape[-1], device=scores.device)
+    return gumbel(keys, token_ids).add_(scores).argmax(dim=-1)
+
+
+def _argmax_rows_fake(scores: Tensor) -> Tensor:
+    return scores.new_empty(scores.shape[:1], dtype=torch.int64)
+
+
+def _sample_gumbel_fake(scores: Tensor, keys: Tensor) -> Tensor:
+    return _argmax_rows_fake(scores)
+
+
+torch.library.impl("quantkit::argmax_rows", "default")(_argmax_rows_reference)
+torch.library.impl("quantkit::sample_gumbel", "default")(_sample_gumbel_reference)
+torch.library.register_fake("quantkit::argmax_rows", _argmax_rows_fake)
+torch.library.register_fake("quantkit::sample_gumbel", _sample_gumbel_fake)

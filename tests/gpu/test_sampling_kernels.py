@@ -1,0 +1,24 @@
+"""Choosing tokens on the GPU is choosing what the reference kernels choose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quantkit import sampling_ops
+
+DEVICE = torch.device("cuda")
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 4096, 50257, 128256])
+@pytest.mark.parametrize("rows", [0, 1, 5, 64])
+def test_choices(rows: int, vocab: int) -> None:
+    scores = torch.randn(rows, vocab, device=DEVICE)
+    scores[:, vocab // 2 :] = scores[:, : vocab - vocab // 2].clone()  # ties
+    keys = torch.randint(-(2**62), 2**62, (rows,), device=DEVICE)
+    first = scores.cpu().argmax(dim=-1) if rows else torch.empty(0, dtype=torch.int64)
+    assert torch.equal(sampling_ops.argmax_rows(scores).cpu(), first)
+    scores[scores < -0.5] = -torch.inf
+    noise = sampling_ops.gumbel(keys.cpu(), torch.arange(vocab))
+    expected = (noise + scores.cpu()).argmax(dim=-1)
+    assert torch.equal(sampling_ops.sample_gumbel(scores, keys).cpu(), expected)
