@@ -10,9 +10,12 @@ STABLE_TORCH_LIBRARY_IMPL(quantkit, CPU, library) {
   library.impl("fp8_gated_linear", TORCH_BOX(&quantkit::fp8_gated_linear));
   library.impl("linear", TORCH_BOX(&quantkit::linear));
   library.impl("gated_linear", TORCH_BOX(&quantkit::gated_linear));
+  library.impl("multiplies_many_rows", TORCH_BOX(&quantkit::multiplies_many_rows));
   library.impl("dequantize_weight", TORCH_BOX(&quantkit::dequantize_weight));
   library.impl("decoder_step", TORCH_BOX(&quantkit::decoder_step));
   library.impl("rms_norm", TORCH_BOX(&quantkit::rms_norm));
+  library.impl("add_rms_norm", TORCH_BOX(&quantkit::add_rms_norm));
+  library.impl("gate_mul", TORCH_BOX(&quantkit::gate_mul));
   library.impl("rotary", TORCH_BOX(&quantkit::rotary));
   library.impl("kv_append", TORCH_BOX(&quantkit::kv_append));
   library.impl("paged_attention", TORCH_BOX(&quantkit::paged_attention));

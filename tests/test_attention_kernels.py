@@ -1,7 +1,8 @@
 """Attention ops at the edges of the C++ kernels, and what these promise beyond their numbers.
 
 Keys are taken in partitions of 64 and decoded 32 at a time; columns 64, 32 or 8 at a time; queries
-in tiles of 32 rows and groups of 4.
+in tiles of 32 rows and groups of 4. With a matrix unit, queries in bfloat16 go in tiles of up to 64
+rows, which are 16 rows at a time, and keys 16 at a time.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from torch import Tensor
 from quantkit.attention_ops import kv_append, paged_attention, rms_norm, rotary
 from quantkit.errors import UnsupportedError
 from quantkit.extension import EXTENSION_LOADED
+from quantkit.row_ops import add_rms_norm
 from tests import reference
 
 REJECTED = (UnsupportedError, RuntimeError)
 ONLY_COMPILED = pytest.mark.skipif(not EXTENSION_LOADED, reason="torch does not promise it")
 # Half the distance between neighbours, relative to the number: the cost of one rounding.
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+WIDE_AND_NARROW = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", UNIT, ids=lambda d: str(d).removeprefix("torch."))
 
 
@@ -107,28 +110,35 @@ def assert_near(actual: Tensor, exact: Tensor, slack: float = 2e-5) -> None:
 LENGTHS = [1, 31, 32, 33, 63, 64, 65, 257, 520]
 
 
+@WIDE_AND_NARROW
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"),
-    [(9, 3, 64), (4, 4, 128), (5, 1, 80), (8, 2, 32), (7, 1, 10), (2, 1, 72)],
+    [(9, 3, 64), (4, 4, 128), (5, 1, 80), (8, 2, 32), (7, 1, 10), (2, 1, 72), (17, 1, 64)],
 )
 def test_attention_matches_the_oracle(
-    heads: int, kv_heads: int, head_dim: int, length: int
+    heads: int, kv_heads: int, head_dim: int, length: int, dtype: torch.dtype
 ) -> None:
-    batch = Batch.random([length], [min(length, 3)], heads, kv_heads, head_dim)
-    assert_near(batch.run(), batch.oracle())
+    for new in (1, 3, 40):
+        batch = Batch.random([length], [min(length, new)], heads, kv_heads, head_dim)
+        batch = replace(batch, query=batch.query.to(dtype))
+        assert_near(batch.run(), batch.oracle())
 
 
+@WIDE_AND_NARROW
 @pytest.mark.parametrize("window", [1, 7, 32, 256, 300])
 @pytest.mark.parametrize("new", [1, 5, 80])
-def test_windows_match_the_oracle(new: int, window: int) -> None:
+def test_windows_match_the_oracle(new: int, window: int, dtype: torch.dtype) -> None:
     batch = Batch.random([519, 300], [new, new], 6, 2, 64, scales=2)
-    batch = replace(batch, window=window)
+    batch = replace(batch, window=window, query=batch.query.to(dtype))
     assert_near(batch.run(), batch.oracle())
 
 
-def test_a_whole_prompt_matches_the_oracle() -> None:
-    batch = Batch.random([300], [300], 9, 3, 64)
+@WIDE_AND_NARROW
+@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.bfloat16], ids=str)
+def test_a_whole_prompt_matches_the_oracle(cache: torch.dtype, dtype: torch.dtype) -> None:
+    batch = Batch.random([300], [300], 9, 3, 64, cache)
+    batch = replace(batch, query=batch.query.to(dtype))
     assert_near(batch.run(), batch.oracle())
 
 
@@ -142,17 +152,21 @@ def test_caches_and_queries_of_every_float(dtype: torch.dtype, cache: torch.dtyp
     assert_near(out, batch.oracle())
 
 
-def test_scores_far_apart_stay_finite() -> None:
+@WIDE_AND_NARROW
+def test_scores_far_apart_stay_finite(dtype: torch.dtype) -> None:
     batch = Batch.random([300], [4], 3, 1, 64)
-    batch = replace(batch, query=batch.query * 1000)
+    batch = replace(batch, query=(batch.query * 1000).to(dtype))
     assert_near(batch.run(), batch.oracle(), slack=2e-2)
 
 
 @ONLY_COMPILED
 @pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("cache", [torch.float8_e4m3fn, torch.bfloat16], ids=str)
 @EVERY_DTYPE
-def test_a_query_is_the_same_bits_in_every_batch(dtype: torch.dtype, window: int | None) -> None:
-    batch = Batch.random([700, 20, 300], [9, 20, 40], 6, 2, 64, scales=2)
+def test_a_query_is_the_same_bits_in_every_batch(
+    dtype: torch.dtype, cache: torch.dtype, window: int | None
+) -> None:
+    batch = Batch.random([700, 20, 300], [9, 20, 40], 6, 2, 64, cache, scales=2)
     batch = replace(batch, query=batch.query.to(dtype), window=window)
     together = batch.run().split(batch.new)
     for sequence, rows in enumerate(together):
@@ -164,6 +178,7 @@ def test_a_query_is_the_same_bits_in_every_batch(dtype: torch.dtype, window: int
 @ONLY_COMPILED
 def test_threads_do_not_change_a_bit() -> None:
     long, wide = Batch.random([3000], [1], 3, 1, 64), Batch.random([200] * 9, [9] * 9, 4, 4, 64)
+    narrow = [replace(batch, query=batch.query.bfloat16()) for batch in (long, wide)]
     x, weight, angles = torch.randn(300, 577), torch.randn(577), torch.randn(300, 64)
     heads = torch.randn(300, 4, 64)
     results, before = [], torch.get_num_threads()
@@ -171,7 +186,7 @@ def test_threads_do_not_change_a_bit() -> None:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             rows = rms_norm(x, weight, 1e-5), rotary(heads, angles, angles)
-            results.append((long.run(), wide.run(), *rows))
+            results.append((*(batch.run() for batch in (long, wide, *narrow)), *rows))
     finally:
         torch.set_num_threads(before)
     for other in results[1:]:
@@ -179,17 +194,28 @@ def test_threads_do_not_change_a_bit() -> None:
 
 
 @ONLY_COMPILED
-def test_a_nan_stays_with_the_queries_that_see_it() -> None:
-    batch = Batch.random([300], [300], 3, 1, 64, torch.float32)
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_a_nan_stays_with_the_queries_that_see_it(dtype: torch.dtype, window: int | None) -> None:
+    batch = Batch.random([300], [300], 3, 1, 64, dtype)
+    x_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    batch = replace(batch, query=batch.query.to(x_dtype), window=window)
+    clean = batch.run()
     block, offset = int(batch.tables[0, 150 // 16]), 150 % 16
-    batch.v[block, offset] = torch.nan
-    spoiled = batch.run().isnan().any(dim=-1).any(dim=-1)
-    assert not spoiled[:150].any()
-    assert spoiled[150:].all()
+    batch.v[block, offset] = torch.full((64,), torch.nan).to(dtype)
+    out = batch.run()
+    last = 300 if window is None else 150 + window
+    if dtype.itemsize > 1:  # vector kernels take the code for a number: 480, and its neighbour 448
+        assert out[150:last].isnan().all()
+    assert not any(torch.equal(a, b) for a, b in zip(out[150:last], clean[150:last], strict=True))
+    assert torch.equal(out[:150], clean[:150])
+    assert torch.equal(out[last:], clean[last:])
 
 
-def test_memory_that_was_never_written_is_not_read() -> None:
+@WIDE_AND_NARROW
+def test_memory_that_was_never_written_is_not_read(dtype: torch.dtype) -> None:
     batch = Batch.random([37], [3], 3, 1, 64)
+    batch = replace(batch, query=batch.query.to(dtype))
     clean = batch.run()
     for cache in (batch.k, batch.v):
         cache.view(torch.uint8)[int(batch.tables[0, 2]), 37 % 16 :] = 0x7F  # NaN
@@ -239,6 +265,16 @@ def test_rms_norm_of_every_dtype(features: int, dtype: torch.dtype) -> None:
 
 
 @EVERY_DTYPE
+@pytest.mark.parametrize(("rows", "features"), [(0, 8), (1, 1), (3, 17), (70, 33), (100, 576)])
+def test_add_rms_norm_is_the_norm_of_the_sum(rows: int, features: int, dtype: torch.dtype) -> None:
+    x, delta = torch.randn(2, rows, features).to(dtype)
+    weight = torch.rand(features).to(dtype) + 0.5
+    total, normed = add_rms_norm(x, delta, weight, 1e-5)
+    assert torch.equal(total, x + delta)
+    assert torch.equal(normed, rms_norm(x + delta, weight, 1e-5))
+
+
+@EVERY_DTYPE
 @pytest.mark.parametrize("head_dim", [2, 10, 64, 66])
 def test_rotary_rounds_every_step(head_dim: int, dtype: torch.dtype) -> None:
     wide, angles = torch.randn(5, 7, head_dim).to(dtype), torch.randn(2, 5, head_dim).to(dtype)
@@ -282,3 +318,9 @@ def test_arguments_are_named() -> None:
         rotary(torch.randn(3, 8, 2).transpose(1, 2), x, x)
     with pytest.raises(REJECTED, match="kv_append: key must be of shape"):
         kv_append(x, x, cache, cache, None, None, torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(REJECTED, match=r"add_rms_norm: delta must be .* = \[3, 8\], got \[2, 8\]"):
+        add_rms_norm(x, x[:2], weight, 1e-5)
+    with pytest.raises(
+        REJECTED, match="add_rms_norm: delta must be of x's dtype, float32, got bfl"
+    ):
+        add_rms_norm(x, x.bfloat16(), weight, 1e-5)

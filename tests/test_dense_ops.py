@@ -66,10 +66,23 @@ def test_gated_linear_matches_the_oracle(activation: str, batch: int) -> None:
     np.testing.assert_allclose(actual.numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_many_rows_go_to_torch() -> None:
-    weight, x = torch.randn(9, 40).bfloat16(), torch.randn(40, 40).bfloat16()
-    y = linear(x, weight, None, torch.float32)
-    assert torch.equal(y, torch.nn.functional.linear(x, weight).float())
+def test_many_rows_go_to_torch_where_no_kernel_takes_them() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        weight, x = torch.randn(9, 40).to(dtype), torch.randn(40, 40).to(dtype)
+        y = linear(x, weight, None, torch.float32)
+        if ops.multiplies_many_rows(x, weight, 40):
+            assert_close(y, *exact(x, weight, None))
+        else:
+            assert torch.equal(y, torch.nn.functional.linear(x, weight).float())
+
+
+@pytest.mark.parametrize("columns", COLUMNS)
+def test_many_rows_of_bfloat16_match_the_oracle(columns: int) -> None:
+    weight, x = torch.randn(131, columns).bfloat16(), torch.randn(70, columns).bfloat16()
+    expected, bound = exact(x, weight, None)
+    for rows, batch in ((1, 5), (15, 16), (33, 17), (131, 33), (131, 70), (32, 48)):
+        y = torch.ops.quantkit.linear(x[:batch], weight[:rows], None, torch.float32)
+        assert_close(y, expected[:batch, :rows], bound[:batch, :rows])
 
 
 @pytest.mark.skipif(not EXTENSION_LOADED, reason="torch's matmul does not promise it")
@@ -78,9 +91,14 @@ def test_a_row_is_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
     weight, x = torch.randn(134, 200).to(dtype), torch.randn(16, 200).bfloat16()
     alone = torch.cat([linear(row, weight) for row in x.split(1)])
     gated_alone = torch.cat([gated_linear(row, weight, None, "silu") for row in x.split(1)])
+    together, gated_together = linear(x, weight), gated_linear(x, weight, None, "silu")
+    of_one_kind = 4 if ops.multiplies_many_rows(x, weight, 200) else 16
     for batch in range(2, 17):
-        assert torch.equal(linear(x[-batch:], weight), alone[-batch:])
-        assert torch.equal(gated_linear(x[-batch:], weight, None, "silu"), gated_alone[-batch:])
+        expected, gated_expected = (
+            (alone, gated_alone) if batch <= of_one_kind else (together, gated_together)
+        )
+        assert torch.equal(linear(x[-batch:], weight), expected[-batch:])
+        assert torch.equal(gated_linear(x[-batch:], weight, None, "silu"), gated_expected[-batch:])
 
 
 def test_nan_and_infinite_weights_reach_their_output() -> None:

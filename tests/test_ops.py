@@ -7,6 +7,7 @@ QUANTKIT_CPU_ISA and QUANTKIT_DISABLE_EXT leave; test_ops_contract.py runs this 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import sys
@@ -25,15 +26,15 @@ from quantkit.numerics import E3M4, E4M3, FORMATS, Format, decode, dequantize
 from tests import reference
 
 # Both sides of every edge: 8, 32 and 64 columns decoded at a time, 2 and 4 rows of weights,
-# 1, 2, 4 and 8 rows of x, 16 rows where the wrappers change over.
+# 1, 2, 4 and 8 rows of x, 16 rows where the wrappers change over; tiles of 16 rows, two at a time.
 COLUMNS = [1, 7, 8, 9, 15, 16, 31, 32, 33, 63, 64, 65, 129, 576, 1000]
-ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 131]
-BATCHES = [0, 1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 33]
+ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 32, 33, 131]
+BATCHES = [0, 1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 32, 33, 48, 49, 70]
 # Half the distance between neighbours, relative to the number: the cost of one rounding.
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 # Whether sums of 16-bit x may pass through float16: the widest kernels, where nothing forbids them.
-HALF_SUMS = EXTENSION_LOADED and os.environ.get("QUANTKIT_CPU_ISA", "avx512fp16")[-4:] == "fp16"
+HALF_SUMS = EXTENSION_LOADED and os.environ.get("QUANTKIT_CPU_ISA", "amx") in ("avx512fp16", "amx")
 
 EVERY_FORMAT = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", UNIT, ids=lambda d: str(d).removeprefix("torch."))
@@ -67,6 +68,13 @@ class Layer:
     def gated(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
         arguments = (self.weight, self.scale, bias, self.group_size)
         return torch.ops.quantkit.fp8_gated_linear(x, *arguments, activation)
+
+    def most_rows_of_one_kind(self, x: Tensor) -> int:
+        """Return up to how many rows the result is that of one row; more are equal to each other.
+
+        A matrix unit takes over at 5 rows.
+        """
+        return 4 if ops.multiplies_many_rows(x, self.weight, self.group_size) else x.shape[0]
 
     def oracle(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the exact result, and a bound on what float32 accumulation may add to it.
@@ -102,12 +110,15 @@ def assert_close(actual: Tensor, exact: Tensor, bound: Tensor) -> None:
 
 
 @EVERY_FORMAT
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_linear_matches_the_oracle_at_every_edge(columns: int, fmt: Format) -> None:
+def test_linear_matches_the_oracle_at_every_edge(
+    columns: int, dtype: torch.dtype, fmt: Format
+) -> None:
     layer = Layer.random(max(ROWS), columns, fmt, columns)
-    x = torch.randn(max(BATCHES), columns)
+    x = torch.randn(max(BATCHES), columns).to(dtype)
     exact, bound = layer.oracle(x)
-    sizes = [(rows, batch) for rows in ROWS for batch in (1, 3, 8)]
+    sizes = [(rows, batch) for rows in ROWS for batch in (1, 3, 8, 33)]
     for rows, batch in sizes + [(9, batch) for batch in BATCHES]:
         actual = layer.head(rows).linear(x[:batch])
         assert_close(actual, exact[:batch, :rows], bound[:batch, :rows])
@@ -125,17 +136,18 @@ def test_dtypes_of_x_and_bias_mix(dtype: torch.dtype, bias_dtype: torch.dtype, f
 
 
 @EVERY_FORMAT
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("columns", "group_size"),
     [(576, 128), (1000, 128), (128, 128), (129, 128), (100, 7), (64, 1), (1000, 64), (65, 1000)],
 )
 def test_groups_of_columns_have_their_own_scales(
-    columns: int, group_size: int, fmt: Format
+    columns: int, group_size: int, dtype: torch.dtype, fmt: Format
 ) -> None:
     layer = Layer.random(22, columns, fmt, group_size)
-    x = torch.randn(9, columns)
+    x = torch.randn(50, columns).to(dtype)
     exact, bound = layer.oracle(x)
-    for batch in (1, 2, 4, 9):
+    for batch in (1, 2, 4, 9, 40, 50):
         assert_close(layer.linear(x[:batch]), exact[:batch], bound[:batch])
 
 
@@ -144,7 +156,12 @@ def test_groups_of_columns_have_their_own_scales(
 def test_gated_linear_matches_the_oracle(activation: str, fmt: Format) -> None:
     for intermediate, columns, group_size in ((1, 1, 1), (5, 65, 65), (66, 300, 128)):
         layer = Layer.random(2 * intermediate, columns, fmt, group_size)
-        for batch, dtype in ((1, torch.float32), (6, torch.bfloat16), (17, torch.float16)):
+        for batch, dtype in (
+            (1, torch.float32),
+            (6, torch.bfloat16),
+            (17, torch.float16),
+            (51, torch.bfloat16),
+        ):
             x = torch.randn(batch, columns).to(dtype)
             bias = None if batch == 6 else layer.bias
             exact, bound = layer.oracle(x, bias)
@@ -182,6 +199,7 @@ def test_every_code_has_its_value_in_every_column(columns: int, fmt: Format) -> 
         (3, torch.bfloat16),
         (8, torch.float32),
         (6, torch.half),
+        (40, torch.bfloat16),
     ):
         actual = layer.linear(torch.ones(batch, columns, dtype=dtype))
         for row in actual:  # the codes of NaN give NaN, and only in their own output
@@ -192,8 +210,8 @@ def test_every_code_has_its_value_in_every_column(columns: int, fmt: Format) -> 
 def test_nan_and_infinite_codes_reach_the_output_in_groups(fmt: Format) -> None:
     layer = Layer.random(9, 300, fmt, 128)
     layer.weight.view(torch.uint8)[4, 299] = 0x7F  # NaN in every format
-    for batch in (1, 4, 7):
-        actual = layer.linear(torch.randn(batch, 300))
+    for batch, dtype in ((1, torch.float32), (4, torch.float32), (7, torch.bfloat16)):
+        actual = layer.linear(torch.randn(batch, 300).to(dtype))
         assert actual.isnan().all(dim=0).tolist() == [row == 4 for row in range(9)]
     if fmt is not E4M3:
         layer.weight.view(torch.uint8)[4, 299] = 0x70 if fmt is E3M4 else 0x7C  # infinity
@@ -202,18 +220,21 @@ def test_nan_and_infinite_codes_reach_the_output_in_groups(fmt: Format) -> None:
         assert layer.linear(x)[:, 4].tolist() == [torch.inf, -torch.inf]
 
 
-def test_nan_in_x_spoils_its_own_row_only() -> None:
+@EVERY_DTYPE
+def test_nan_in_x_spoils_its_own_row_only(dtype: torch.dtype) -> None:
     layer = Layer.random(9, 65, E4M3, 65)
-    x = torch.randn(4, 65)
-    x[2, 64] = torch.nan
-    assert layer.linear(x).isnan().all(dim=1).tolist() == [False, False, True, False]
+    for batch in (4, 20):
+        x = torch.randn(batch, 65).to(dtype)
+        x[2, 64] = torch.nan
+        assert layer.linear(x).isnan().all(dim=1).tolist() == [m == 2 for m in range(batch)]
 
 
 @EVERY_FORMAT
+@pytest.mark.parametrize("batch", [3, 20])
 @pytest.mark.parametrize("kind", ["normal", "tiny", "outlier", "wide"])
-def test_sums_of_16_bit_x_are_better_than_16_bit_x(kind: str, fmt: Format) -> None:
+def test_sums_of_16_bit_x_are_better_than_16_bit_x(kind: str, batch: int, fmt: Format) -> None:
     layer = Layer.random(64, 4096, fmt, 4096)
-    x = torch.randn(5, 4096)
+    x = torch.randn(batch, 4096)
     if kind == "tiny":
         x *= 1e-30
     elif kind == "outlier":
@@ -229,8 +250,8 @@ def test_sums_of_16_bit_x_are_better_than_16_bit_x(kind: str, fmt: Format) -> No
 def test_the_largest_sums_do_not_overflow(dtype: torch.dtype) -> None:
     codes = torch.full((5, 1000), 0x7E, dtype=torch.uint8).view(torch.float8_e4m3fn)
     layer = Layer(codes, torch.full((5, 1), 2.0**-9), torch.zeros(5), E4M3, 1000)
-    for value in (1.0, 1.99, 1e-4):
-        x = torch.full((3, 1000), value).to(dtype)
+    for value, batch in ((1.0, 3), (1.99, 3), (1e-4, 3), (1.99, 20)):
+        x = torch.full((batch, 1000), value).to(dtype)
         exact, _ = layer.exact(x)
         np.testing.assert_allclose(layer.linear(x).double(), exact, rtol=2 * UNIT[dtype] + 5e-3)
 
@@ -244,22 +265,25 @@ def test_a_row_is_the_same_bits_in_every_batch(
 ) -> None:
     layer = Layer.random(134, columns, fmt, group_size)
     layer.weight.view(torch.uint8)[7, 3] = 0x7F
-    x = torch.randn(33, columns).to(dtype)
+    x = torch.randn(50, columns).to(dtype)
     bias = layer.bias.to(dtype)
     alone = torch.cat([layer.linear(row, bias) for row in x.split(1)])
     gated_alone = torch.cat([layer.gated(row, bias, "silu") for row in x.split(1)])
-    for batch in range(2, 34):
+    together, gated_together = layer.linear(x, bias), layer.gated(x, bias, "silu")
+    for batch in (*range(2, 35), 48, 49):
+        of_one_kind = batch <= layer.most_rows_of_one_kind(x)
         for actual, expected in (
-            (layer.linear(x[-batch:], bias), alone[-batch:]),
-            (layer.gated(x[-batch:], bias, "silu"), gated_alone[-batch:]),
+            (layer.linear(x[-batch:], bias), alone if of_one_kind else together),
+            (layer.gated(x[-batch:], bias, "silu"), gated_alone if of_one_kind else gated_together),
         ):
-            assert torch.equal(actual.nan_to_num(), expected.nan_to_num())
+            assert torch.equal(actual.nan_to_num(), expected[-batch:].nan_to_num())
 
 
 @pytest.mark.skipif(not EXTENSION_LOADED, reason="torch's matmul does not promise it")
-def test_threads_do_not_change_a_bit() -> None:
+@pytest.mark.parametrize(("batch", "dtype"), [(3, torch.float32), (40, torch.bfloat16)], ids=str)
+def test_threads_do_not_change_a_bit(batch: int, dtype: torch.dtype) -> None:
     layer = Layer.random(1501, 577, E4M3, 577)
-    x = torch.randn(3, 577)
+    x = torch.randn(batch, 577).to(dtype)
     results = []
     before = torch.get_num_threads()
     try:
@@ -290,7 +314,7 @@ def test_dequantize_weight_equals_numerics_bit_for_bit(dtype: torch.dtype, fmt: 
 @EVERY_DTYPE
 def test_wrappers_agree_with_the_oracle_on_both_sides_of_the_changeover(dtype: torch.dtype) -> None:
     layer = Layer.random(66, 300, E4M3, 128)
-    for batch in (0, 1, ops.FEW_ROWS, ops.FEW_ROWS + 1, 40):
+    for batch in (0, 1, 4, 5, ops.FEW_ROWS, ops.FEW_ROWS + 1, 40):
         x = torch.randn(batch, 300).to(dtype)
         exact, bound = layer.oracle(x, layer.bias)
         _, size = layer.exact(x, layer.bias)
@@ -314,6 +338,28 @@ def test_empty_weights_are_allowed(rows: int, columns: int) -> None:
     assert layer.gated(x, None, "relu").shape == (2, rows // 2)
     dense = ops.dequantize_weight(layer.weight, layer.scale, 128, torch.float16)
     assert dense.shape == (rows, columns)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+@pytest.mark.parametrize(("rows", "features"), [(0, 8), (1, 1), (3, 15), (70, 33), (5, 1000)])
+def test_gate_mul_matches_the_oracle(
+    rows: int, features: int, activation: str, dtype: torch.dtype
+) -> None:
+    both = (torch.randn(rows, 2 * features) * 4).to(dtype)
+    gated = ops.gate_mul(both, activation)
+    exact = torch.from_numpy(reference.gated(both.double().numpy(), activation))
+    # Evaluating an activation in float32 costs a few units of its argument.
+    first, second = both.double().abs().chunk(2, 1)
+    assert_close(gated, exact, 8 * UNIT[torch.float32] * first * second)
+
+
+def test_gate_mul_of_extremes() -> None:
+    both = torch.tensor([[-1000.0, 1000.0, torch.nan, 2.0, 3.0, 1.0]])
+    for activation in ops.ACTIVATIONS:
+        first, second, third = ops.gate_mul(both, activation)[0].tolist()
+        assert (first, second) == (0.0, 3000.0)
+        assert math.isnan(third)
 
 
 @contextmanager
@@ -341,7 +387,7 @@ def test_nothing_is_read_beyond_the_end_of_the_weight(columns: int) -> None:
         memory.fill_(0x38)  # 1.0
         weight = memory.view(7, columns).view(torch.float8_e4m3fn)
         layer = Layer(weight, torch.ones(7, 1), torch.zeros(7), E4M3, columns)
-        for batch in (1, 4):
-            assert (layer.linear(torch.ones(batch, columns)) == columns).all()
+        for batch, dtype in ((1, torch.float32), (4, torch.float32), (20, torch.bfloat16)):
+            assert (layer.linear(torch.ones(batch, columns, dtype=dtype)) == columns).all()
         dense = ops.dequantize_weight(weight, layer.scale, columns, torch.bfloat16)
         assert (dense == 1).all()

@@ -80,6 +80,12 @@ def test_each_op_names_itself() -> None:
         ops.fp8_linear(a["x"], a["weight"], a["weight_scale"][:1], None, 16)
     with pytest.raises(REJECTED, match=r"dequantize_weight: dtype must be .*, got int32"):
         ops.dequantize_weight(a["weight"], a["weight_scale"], 16, torch.int32)
+    with pytest.raises(REJECTED, match=r"gate_mul: both must be gate columns .*, got \[2, 3\]"):
+        ops.gate_mul(torch.randn(2, 3), "silu")
+    with pytest.raises(REJECTED, match=r"gate_mul: activation must be .*relu, got 'swish'"):
+        ops.gate_mul(torch.randn(2, 4), "swish")
+    with pytest.raises(REJECTED, match="gate_mul: both must be contiguous"):
+        ops.gate_mul(torch.randn(4, 2).T, "silu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.uint8])
@@ -93,6 +99,7 @@ def test_fake_kernels_agree_with_real_ones(dtype: torch.dtype) -> None:
         (quantkit.fp8_linear, (x, *arguments)),
         (quantkit.fp8_gated_linear, (x, *arguments, "silu")),
         (quantkit.dequantize_weight, (weight, scale, 16, torch.float16)),
+        (quantkit.gate_mul, (x, "silu")),
     ):
         torch.library.opcheck(op.default, inputs, test_utils=checks)
 
@@ -124,6 +131,7 @@ OTHER_KERNELS = {
     "portable": {"QUANTKIT_CPU_ISA": "portable"},
     "avx2": {"QUANTKIT_CPU_ISA": "avx2"},
     "avx512": {"QUANTKIT_CPU_ISA": "avx512"},
+    "avx512fp16": {"QUANTKIT_CPU_ISA": "avx512fp16"},
     "reference": {"QUANTKIT_DISABLE_EXT": "1"},
 }
 
@@ -162,5 +170,6 @@ def test_an_unknown_instruction_set_is_an_error() -> None:
     )
     result = run_python(["-c", script], QUANTKIT_CPU_ISA="avx9")
     assert (
-        "QUANTKIT_CPU_ISA must be portable, avx2, avx512 or avx512fp16, got 'avx9'" in result.stderr
+        "QUANTKIT_CPU_ISA must be portable, avx2, avx512, avx512fp16 or amx, got 'avx9'"
+        in result.stderr
     )

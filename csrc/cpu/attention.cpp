@@ -10,8 +10,11 @@
 namespace quantkit {
 namespace {
 
-// Queries that share decoded keys; more cost cache without saving much.
-constexpr int64_t kTileRows = 32;
+int64_t tile_tokens(const AttentionTask& task, const KernelSet& kernels) {
+  return std::max<int64_t>(1, kernels.tile_rows(task) / task.group);
+}
+
+int64_t whole_lines(int64_t floats) { return (floats + 15) / 16 * 16; }
 
 // One tile and the partitions that it reads.
 struct Job {
@@ -19,9 +22,10 @@ struct Job {
   int64_t first, last;  // partitions [first, last)
 };
 
-std::vector<Job> make_jobs(const AttentionTask& task, const AttentionBatch& batch) {
+std::vector<Job> make_jobs(const AttentionTask& task, const AttentionBatch& batch,
+                           const KernelSet& kernels) {
   std::vector<Job> jobs;
-  const int64_t step = std::max<int64_t>(1, kTileRows / task.group);
+  const int64_t step = tile_tokens(task, kernels);
   for (int64_t s = 0; s < batch.sequences; ++s) {
     const int64_t count = batch.starts[s + 1] - batch.starts[s];
     const int64_t past = batch.lengths[s] - count;
@@ -42,7 +46,7 @@ std::vector<Job> make_jobs(const AttentionTask& task, const AttentionBatch& batc
 // Calls body(i, scratch) for every i in [0, count).
 template <class Body>
 void for_each(Team& team, int64_t count, int64_t scratch_size, const Body& body) {
-  const int64_t size = (scratch_size + 15) / 16 * 16;
+  const int64_t size = whole_lines(scratch_size);
   const Buffer scratch = aligned_buffer(size * team.size());
   team.for_each(count,
                 [&](int64_t i, int64_t worker) { body(i, scratch.get() + worker * size); });
@@ -50,67 +54,95 @@ void for_each(Team& team, int64_t count, int64_t scratch_size, const Body& body)
 
 void run_tiles(const AttentionTask& task, const std::vector<Job>& jobs, const KernelSet& kernels,
                Team& team) {
-  const int64_t tokens = std::max<int64_t>(1, kTileRows / task.group);
-  const int64_t partial = kernels.partial_size(task, tokens);
-  const int64_t size = 2 * partial + kernels.scratch_size(task, tokens);
-  for_each(team, static_cast<int64_t>(jobs.size()), size, [&](int64_t i, float* scratch) {
+  const int64_t tokens = tile_tokens(task, kernels);
+  const int64_t query = whole_lines(kernels.query_size(task, tokens));
+  const int64_t partial = whole_lines(kernels.partial_size(task, tokens));
+  const int64_t size = query + 2 * partial + kernels.scratch_size(task, tokens);
+  for_each(team, static_cast<int64_t>(jobs.size()), size, [&](int64_t i, float* queries) {
     const Job& job = jobs[i];
-    float* folded = scratch + partial;
+    float* next = queries + query;
+    float* folded = next + partial;
     float* rest = folded + partial;
-    kernels.attend(task, job.tile, job.first, folded, rest);
+    kernels.pack_queries(task, job.tile, queries);
+    kernels.attend(task, job.tile, job.first, {1, queries, 0, folded, 0}, rest);
     for (int64_t number = job.first + 1; number < job.last; ++number) {
-      kernels.attend(task, job.tile, number, scratch, rest);
-      kernels.fold(task, job.tile.tokens, folded, scratch);
+      kernels.attend(task, job.tile, number, {1, queries, 0, next, 0}, rest);
+      kernels.fold(task, job.tile.tokens, folded, next);
     }
     kernels.finish(task, job.tile, folded, rest);
   });
 }
 
-// A partition's heads follow each other: they lie side by side in memory.
+// One partition of some heads of a tile: heads lie side by side in memory.
+struct Piece {
+  int64_t job;  // of the first head
+  int64_t heads;
+  int64_t partition;
+  int64_t result;  // the first head's partial result
+};
+
+struct Pieces {
+  std::vector<Piece> list;
+  std::vector<int64_t> first_result;  // of each job; the next partition's is kv_heads later
+  int64_t results;
+};
+
+Pieces make_pieces(const std::vector<Job>& jobs, int64_t kv_heads, int64_t threads) {
+  Pieces pieces{};
+  int64_t partitions = 0;
+  for (size_t i = 0; i < jobs.size(); i += kv_heads) partitions += jobs[i].last - jobs[i].first;
+  const int64_t together = partitions < 2 * threads ? 1 : kv_heads;
+  for (size_t i = 0; i < jobs.size(); i += kv_heads) {
+    const auto tile = static_cast<int64_t>(i);
+    for (int64_t head = 0; head < kv_heads; ++head) {
+      pieces.first_result.push_back(pieces.results + head);
+    }
+    for (int64_t number = jobs[i].first; number < jobs[i].last; ++number) {
+      for (int64_t head = 0; head < kv_heads; head += together) {
+        pieces.list.push_back({tile + head, together, number, pieces.results + head});
+      }
+      pieces.results += kv_heads;
+    }
+  }
+  return pieces;
+}
+
 void run_partitions(const AttentionTask& task, const std::vector<Job>& jobs,
                     const KernelSet& kernels, Team& team) {
-  struct Piece {
-    const Job* job;
-    int64_t partition;
-  };
-  std::vector<Piece> pieces;
+  const Pieces pieces = make_pieces(jobs, task.kv_heads, team.size());
   int64_t tokens = 1;
-  for (size_t tile = 0; tile < jobs.size(); tile += task.kv_heads) {
-    const Job& any_head = jobs[tile];
-    tokens = std::max(tokens, any_head.tile.tokens);
-    for (int64_t number = any_head.first; number < any_head.last; ++number) {
-      for (int64_t head = 0; head < task.kv_heads; ++head) {
-        pieces.push_back({&jobs[tile + head], number});
-      }
-    }
-  }
-  const int64_t size = (kernels.partial_size(task, tokens) + 15) / 16 * 16;
+  for (const Job& job : jobs) tokens = std::max(tokens, job.tile.tokens);
+  const auto num_jobs = static_cast<int64_t>(jobs.size());
+  const int64_t query = whole_lines(kernels.query_size(task, tokens));
+  const int64_t size = whole_lines(kernels.partial_size(task, tokens));
   const int64_t scratch_size = kernels.scratch_size(task, tokens);
-  const Buffer partials = aligned_buffer(size * static_cast<int64_t>(pieces.size()));
-  for_each(team, static_cast<int64_t>(pieces.size()), scratch_size, [&](int64_t i, float* data) {
-    kernels.attend(task, pieces[i].job->tile, pieces[i].partition, partials.get() + i * size, data);
-  });
-  const Buffer scratch = aligned_buffer(scratch_size);
-  float* first = partials.get();
-  for (size_t i = 0; i < jobs.size(); ++i) {
-    const Job& job = jobs[i];
-    float* folded = first + static_cast<int64_t>(i) % task.kv_heads * size;
-    for (int64_t number = job.first + 1; number < job.last; ++number) {
-      const int64_t index = (number - job.first) * task.kv_heads;
-      kernels.fold(task, job.tile.tokens, folded, folded + index * size);
-    }
-    kernels.finish(task, job.tile, folded, scratch.get());
-    if ((static_cast<int64_t>(i) + 1) % task.kv_heads == 0) {
-      first += (job.last - job.first) * task.kv_heads * size;
-    }
+  const Buffer queries = aligned_buffer(query * num_jobs);
+  const Buffer partials = aligned_buffer(size * pieces.results);
+  for (int64_t i = 0; i < num_jobs; ++i) {
+    kernels.pack_queries(task, jobs[i].tile, queries.get() + i * query);
   }
+  const auto num_pieces = static_cast<int64_t>(pieces.list.size());
+  for_each(team, num_pieces, scratch_size, [&](int64_t i, float* scratch) {
+    const Piece& piece = pieces.list[i];
+    const AttentionHeads heads{piece.heads, queries.get() + piece.job * query, query,
+                               partials.get() + piece.result * size, size};
+    kernels.attend(task, jobs[piece.job].tile, piece.partition, heads, scratch);
+  });
+  for_each(team, num_jobs, scratch_size, [&](int64_t i, float* scratch) {
+    const Job& job = jobs[i];
+    float* first = partials.get() + pieces.first_result[i] * size;
+    for (int64_t number = 1; number < job.last - job.first; ++number) {
+      kernels.fold(task, job.tile.tokens, first, first + number * task.kv_heads * size);
+    }
+    kernels.finish(task, job.tile, first, scratch);
+  });
 }
 
 }  // namespace
 
 void run_attention(const AttentionTask& task, const AttentionBatch& batch,
                    const KernelSet& kernels, Team& team) {
-  const std::vector<Job> jobs = make_jobs(task, batch);
+  const std::vector<Job> jobs = make_jobs(task, batch, kernels);
   if (static_cast<int64_t>(jobs.size()) < 4 * team.size()) {
     run_partitions(task, jobs, kernels, team);
   } else {

@@ -273,7 +273,7 @@ Tensor decoder_step(Tensor hidden, std::vector<Tensor> weights, std::vector<Tens
                    sizes.tokens * sizes.hidden * sizes.item());
   const void* last_norm = norm_weight(final_norm, sizes.hidden, hidden);
   auto* result = static_cast<char*>(out.mutable_data_ptr());
-  Team::run(0, [&](Team& team) {
+  Team::run(0, cpu_kernels(), [&](Team& team) {
     for (size_t i = 0; i < count; ++i) run_layer(step, layers[i], block_tables, i == 0, work, team);
     norm(step, work.hidden, work.delta, last_norm, result, team);
   });

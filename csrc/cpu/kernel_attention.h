@@ -33,7 +33,7 @@ inline typename Isa::Lanes score(const float* query, const float* keys, int64_t 
 // scores[row, key - first] for all keys of the partition that a row sees, and some more.
 template <class Isa, class Format>
 void attention_scores(const AttentionTask& task, const AttentionTile& tile, Range partition,
-                      const Scratch<Isa>& scratch) {
+                      const float* query, const Scratch& scratch) {
   using Lanes = typename Isa::Lanes;
   const int64_t padded = padded_dim<Isa>(task);
   const float scale =
@@ -52,7 +52,7 @@ void attention_scores(const AttentionTask& task, const AttentionTile& tile, Rang
       for (int64_t i = 0; i < keys.end - keys.begin; i += Isa::kLanes) {
         if (visible.within(key + i, key + i + Isa::kLanes).empty()) continue;
         const float* decoded = scratch.decoded + i * Isa::kLanes;
-        const Lanes sums = score<Isa>(scratch.query + row * padded, decoded, padded);
+        const Lanes sums = score<Isa>(query + row * padded, decoded, padded);
         Lanes::mul(sums, factor).store(scores + i);
       }
     }
@@ -118,7 +118,7 @@ inline void weigh_rows(const float* weights, const float* values, int64_t count,
 
 template <class Isa, class Format>
 void attention_output(const AttentionTask& task, const AttentionTile& tile, Range partition,
-                      const Scratch<Isa>& scratch, float* output) {
+                      const Scratch& scratch, float* output) {
   const int64_t padded = padded_dim<Isa>(task);
   __builtin_memset(output, 0, tile.tokens * task.group * padded * sizeof(float));
   const int64_t first = seen_by(task, tile, 0).within(partition.begin, partition.end).begin;
@@ -155,9 +155,9 @@ void attention_output(const AttentionTask& task, const AttentionTile& tile, Rang
 
 template <class Isa, class Format>
 void attend_format(const AttentionTask& task, const AttentionTile& tile, Range partition,
-                   float* partial, const Scratch<Isa>& scratch) {
+                   const float* query, float* partial, const Scratch& scratch) {
   const Partial result = Partial::at(partial, tile.tokens * task.group);
-  attention_scores<Isa, Format>(task, tile, partition, scratch);
+  attention_scores<Isa, Format>(task, tile, partition, query, scratch);
   for (int64_t row = 0; row < tile.tokens * task.group; ++row) {
     result.highest[row] = kNoScore;
     result.total[row] = 0.0f;
@@ -171,24 +171,28 @@ void attend_format(const AttentionTask& task, const AttentionTile& tile, Range p
 }
 
 template <class Isa>
-void attend(const AttentionTask& task, const AttentionTile& tile, int64_t number, float* partial,
-            float* data) {
-  const auto scratch = Scratch<Isa>::at(data, task, tile.tokens * task.group);
-  const int64_t begin = number * kPartitionKeys;
-  const Range partition{begin, at_most(begin + kPartitionKeys, tile.position + tile.tokens)};
-  switch (task.type) {
-    case FloatType::kFloat32: pack_queries<Isa, float>(task, tile, scratch.query); break;
-    case FloatType::kBFloat16: pack_queries<Isa, BFloat16>(task, tile, scratch.query); break;
-    case FloatType::kFloat16: pack_queries<Isa, Half>(task, tile, scratch.query); break;
-  }
+void attend_head(const AttentionTask& task, const AttentionTile& tile, Range partition,
+                 const float* query, float* partial, const Scratch& scratch) {
   switch (task.cache_type) {
     case WeightFormat::kFloat32:
-      return attend_format<Isa, float>(task, tile, partition, partial, scratch);
+      return attend_format<Isa, float>(task, tile, partition, query, partial, scratch);
     case WeightFormat::kBFloat16:
-      return attend_format<Isa, BFloat16>(task, tile, partition, partial, scratch);
+      return attend_format<Isa, BFloat16>(task, tile, partition, query, partial, scratch);
     case WeightFormat::kFloat16:
-      return attend_format<Isa, Half>(task, tile, partition, partial, scratch);
-    default: return attend_format<Isa, E4M3>(task, tile, partition, partial, scratch);
+      return attend_format<Isa, Half>(task, tile, partition, query, partial, scratch);
+    default: return attend_format<Isa, E4M3>(task, tile, partition, query, partial, scratch);
+  }
+}
+
+template <class Isa>
+void attend(const AttentionTask& task, const AttentionTile& first, int64_t number,
+            const AttentionHeads& heads, float* data) {
+  const Scratch scratch = Scratch::at(data, first.tokens * task.group);
+  const Range partition = partition_of(first, number);
+  AttentionTile tile = first;
+  for (int64_t i = 0; i < heads.count; ++i, ++tile.kv_head) {
+    attend_head<Isa>(task, tile, partition, heads.query + i * heads.query_stride,
+                     heads.partial + i * heads.partial_stride, scratch);
   }
 }
 
@@ -200,18 +204,26 @@ void attention_fold(const AttentionTask& task, int64_t tokens, float* folded,
   const int64_t padded = padded_dim<Isa>(task);
   const Partial sum = Partial::at(folded, rows);
   const Partial next = Partial::at(const_cast<float*>(partial), rows);
-  for (int64_t row = 0; row < rows; ++row) {
-    const float old_highest = sum.highest[row];
-    const float new_highest = next.highest[row];
-    const float highest = new_highest > old_highest ? new_highest : old_highest;
-    const float old_factor = exp_or_zero(old_highest - highest);
-    const float new_factor = exp_or_zero(new_highest - highest);
-    sum.highest[row] = highest;
-    sum.total[row] = sum.total[row] * old_factor + next.total[row] * new_factor;
-    for (int64_t i = row * padded; i < (row + 1) * padded; i += Isa::kLanes) {
-      const Lanes scaled = Lanes::mul(Lanes::load(sum.output + i), Lanes::broadcast(old_factor));
-      const Lanes added = Lanes::load(next.output + i);
-      Lanes::fma(added, Lanes::broadcast(new_factor), scaled).store(sum.output + i);
+  for (int64_t first = 0; first < rows; first += Isa::kLanes) {
+    const Lanes old_highest = Lanes::load(sum.highest + first);
+    const Lanes new_highest = Lanes::load(next.highest + first);
+    const Lanes highest = Lanes::max(old_highest, new_highest);
+    const Lanes minus = Lanes::mul(highest, Lanes::broadcast(-1.0f));
+    const Lanes old_factor = Lanes::exp(Lanes::add(old_highest, minus));
+    const Lanes new_factor = Lanes::exp(Lanes::add(new_highest, minus));
+    const Lanes old_total = Lanes::mul(Lanes::load(sum.total + first), old_factor);
+    highest.store(sum.highest + first);
+    Lanes::fma(Lanes::load(next.total + first), new_factor, old_total).store(sum.total + first);
+    alignas(64) float factors[2][Isa::kLanes];
+    old_factor.store(factors[0]);
+    new_factor.store(factors[1]);
+    for (int64_t row = first; row < at_most(first + Isa::kLanes, rows); ++row) {
+      const Lanes of_old = Lanes::broadcast(factors[0][row - first]);
+      const Lanes of_new = Lanes::broadcast(factors[1][row - first]);
+      for (int64_t i = row * padded; i < (row + 1) * padded; i += Isa::kLanes) {
+        const Lanes scaled = Lanes::mul(Lanes::load(sum.output + i), of_old);
+        Lanes::fma(Lanes::load(next.output + i), of_new, scaled).store(sum.output + i);
+      }
     }
   }
 }

@@ -27,6 +27,14 @@ int64_t attention_partial_size(const AttentionTask& task, int64_t tokens) {
   return 2 * round_up(rows, 16) + rows * padded_dim<Isa>(task);
 }
 
+// Queries that share decoded keys; more cost cache without saving much.
+inline int64_t attention_tile_rows(const AttentionTask&) { return 32; }
+
+template <class Isa>
+int64_t attention_query_size(const AttentionTask& task, int64_t tokens) {
+  return tokens * task.group * padded_dim<Isa>(task);
+}
+
 struct Partial {
   float* highest;
   float* total;
@@ -37,23 +45,17 @@ struct Partial {
   }
 };
 
-// Scratch of one tile: packed queries, scores, and decoded keys or values.
-template <class Isa>
+// Scratch of one tile: scores, and decoded keys or values.
 struct Scratch {
-  float* query;    // [rows, padded head_dim]
   float* scores;   // [rows, kPartitionKeys]
   float* decoded;  // [padded head_dim / kLanes, kTileKeys, kLanes]: constant steps between keys
 
-  static Scratch at(float* data, const AttentionTask& task, int64_t rows) {
-    const int64_t query = rows * padded_dim<Isa>(task);
-    return {data, data + query, data + query + rows * kPartitionKeys};
-  }
+  static Scratch at(float* data, int64_t rows) { return {data, data + rows * kPartitionKeys}; }
 };
 
 template <class Isa>
 int64_t attention_scratch_size(const AttentionTask& task, int64_t tokens) {
-  return (tokens * task.group + kTileKeys) * padded_dim<Isa>(task) +
-         tokens * task.group * kPartitionKeys;
+  return kTileKeys * padded_dim<Isa>(task) + tokens * task.group * kPartitionKeys;
 }
 
 // Keys [begin, end) of a sequence.
@@ -66,14 +68,21 @@ struct Range {
   bool empty() const { return begin >= end; }
 };
 
+// The keys of a partition that some query of the tile sees.
+inline Range partition_of(const AttentionTile& tile, int64_t number) {
+  const int64_t begin = number * kPartitionKeys;
+  return {begin, at_most(begin + kPartitionKeys, tile.position + tile.tokens)};
+}
+
 inline Range seen_by(const AttentionTask& task, const AttentionTile& tile, int64_t token) {
   const int64_t end = tile.position + token + 1;
   const int64_t begin = task.window > 0 && task.window < end ? end - task.window : 0;
   return {begin, end};
 }
 
+// [rows, padded head_dim], in the order of Codes.
 template <class Isa, class T>
-void pack_queries(const AttentionTask& task, const AttentionTile& tile, float* packed) {
+void pack_typed_queries(const AttentionTask& task, const AttentionTile& tile, float* packed) {
   for (int64_t row = 0; row < tile.tokens * task.group; ++row) {
     const T* x = static_cast<const T*>(task.query) +
                  (tile.row + row / task.group) * task.query_stride +
@@ -82,6 +91,15 @@ void pack_queries(const AttentionTask& task, const AttentionTile& tile, float* p
       pack_columns<Isa>(x + column, at_most(task.head_dim - column, Isa::kColumns), packed);
       packed += Isa::kColumns;
     }
+  }
+}
+
+template <class Isa>
+void pack_queries(const AttentionTask& task, const AttentionTile& tile, float* packed) {
+  switch (task.type) {
+    case FloatType::kFloat32: return pack_typed_queries<Isa, float>(task, tile, packed);
+    case FloatType::kBFloat16: return pack_typed_queries<Isa, BFloat16>(task, tile, packed);
+    case FloatType::kFloat16: return pack_typed_queries<Isa, Half>(task, tile, packed);
   }
 }
 

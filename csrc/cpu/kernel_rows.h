@@ -1,8 +1,10 @@
-// What is done to each token on its own: RMS norm, rotary embedding, appending to the KV cache.
+// What is done to each token on its own: RMS norm, gating, rotary embedding, appending to the KV
+// cache.
 // Part of kernel_template.h; include only that.
 #pragma once
 
 #include "kernel_common.h"
+#include "kernel_linear.h"
 
 namespace quantkit {
 namespace {
@@ -61,6 +63,31 @@ void rms_norm(const NormTask& task, int64_t begin, int64_t end) {
     case FloatType::kFloat32: return rms_norm_typed<Isa, float>(task, begin, end);
     case FloatType::kBFloat16: return rms_norm_typed<Isa, BFloat16>(task, begin, end);
     case FloatType::kFloat16: return rms_norm_typed<Isa, Half>(task, begin, end);
+  }
+}
+
+template <class Isa, class T>
+void gate_typed(const GateTask& task, int64_t begin, int64_t end) {
+  using Lanes = typename Isa::Lanes;
+  for (int64_t row = begin; row < end; ++row) {
+    const T* first = static_cast<const T*>(task.both) + 2 * row * task.features;
+    T* out = static_cast<T*>(task.out) + row * task.features;
+    for (int64_t column = 0; column < task.features; column += Isa::kLanes) {
+      const int64_t left = task.features - column;
+      const Lanes x = load_lanes<Lanes, Isa::kLanes>(first + column, left);
+      const Lanes up = load_lanes<Lanes, Isa::kLanes>(first + task.features + column, left);
+      const Lanes value = Lanes::mul(activate_lanes<Isa>(x, task.activation), up);
+      store_lanes<Lanes, Isa::kLanes>(value, out + column, left);
+    }
+  }
+}
+
+template <class Isa>
+void gate(const GateTask& task, int64_t begin, int64_t end) {
+  switch (task.type) {
+    case FloatType::kFloat32: return gate_typed<Isa, float>(task, begin, end);
+    case FloatType::kBFloat16: return gate_typed<Isa, BFloat16>(task, begin, end);
+    case FloatType::kFloat16: return gate_typed<Isa, Half>(task, begin, end);
   }
 }
 

@@ -33,6 +33,9 @@ namespace {
 
 template <class Isa>
 constexpr KernelSet kKernels{
+    .enter = nullptr,
+    .leave = nullptr,
+    .tiles = nullptr,
     .max_batch = Isa::kMaxBatch,
     .packed_size = packed_size<Isa>,
     .pack = pack<Isa>,
@@ -40,10 +43,14 @@ constexpr KernelSet kKernels{
     .gated_linear = gated_linear<Isa, choose_kernel<Isa>>,
     .dequantize = dequantize<Isa>,
     .rms_norm = rms_norm<Isa>,
+    .gate = gate<Isa>,
     .rotary = rotary<Isa>,
     .append = append<Isa>,
+    .tile_rows = attention_tile_rows,
+    .query_size = attention_query_size<Isa>,
     .partial_size = attention_partial_size<Isa>,
     .scratch_size = attention_scratch_size<Isa>,
+    .pack_queries = pack_queries<Isa>,
     .attend = attend<Isa>,
     .fold = attention_fold<Isa>,
     .finish = attention_finish<Isa>,

@@ -50,6 +50,15 @@ struct NormTask {
   float eps;
 };
 
+// out = act(first half of the columns) * second half, in float32 with one rounding.
+struct GateTask {
+  const void* both;  // [rows, 2 * features]
+  void* out;         // [rows, features]
+  FloatType type;
+  int64_t features;
+  Activation activation;
+};
+
 struct RotaryTask {
   const void* x;       // token t, head h at t * x_stride + h * head_dim
   void* out;           // alike with out_stride; may be x
@@ -101,6 +110,15 @@ struct AttentionTile {
   int64_t kv_head;
 };
 
+// Adjacent KV heads of one tile: their packed queries, and where their partial results go.
+struct AttentionHeads {
+  int64_t count;
+  const float* query;
+  int64_t query_stride;  // floats from head to head
+  float* partial;
+  int64_t partial_stride;
+};
+
 // Keys are taken in partitions of this many, counted from the start of their sequence. A result is
 // the partitions' partial results, folded in order: the same bits however work is split.
 constexpr int64_t kPartitionKeys = 64;
@@ -108,7 +126,32 @@ constexpr int64_t kPartitionKeys = 64;
 // Weight rows that one unit of parallel work holds; a multiple of what any kernel takes at a time.
 constexpr int64_t kRowsPerUnit = 4;
 
+// Linear layers by a matrix unit: x is packed in tiles of 16 rows, and weights are decoded into tiles
+// in cache. Rows of the result are the same bits whatever the batch, but not those of KernelSet's
+// other linear kernels.
+struct TileKernels {
+  // Fewest rows of x for which they are the faster ones.
+  int64_t fewest_rows;
+  bool (*takes)(FloatType x, const WeightMatrix& weight);
+  // Rows of x that a call may have: as many as fit in cache, a multiple of 16.
+  int64_t (*max_batch)(int64_t columns);
+  // In floats, like all sizes; buffers are aligned to 64 bytes.
+  int64_t (*packed_size)(const PackTask&);
+  // Packs rows [16 * tile, 16 * tile + 16) to their place.
+  void (*pack)(const PackTask&, int64_t tile, float* packed);
+  int64_t (*scratch_size)(const LinearTask&);
+  // Features that are computed at a time.
+  int64_t (*step)(const LinearTask&, bool gated);
+  void (*linear)(const LinearTask&, int64_t begin, int64_t end, float* scratch);
+  void (*gated_linear)(const LinearTask&, int64_t begin, int64_t end, float* scratch);
+};
+
 struct KernelSet {
+  // To be called on each thread before and after all others; null for nothing.
+  void (*enter)();
+  void (*leave)();
+  const TileKernels* tiles;  // null for none
+
   int max_batch;
   // Number of floats that pack() writes, to a buffer aligned to 64 bytes.
   int64_t (*packed_size)(const PackTask&);
@@ -119,14 +162,19 @@ struct KernelSet {
   void (*dequantize)(const DequantizeTask&, int64_t begin, int64_t end);
   // On rows or tokens [begin, end).
   void (*rms_norm)(const NormTask&, int64_t begin, int64_t end);
+  void (*gate)(const GateTask&, int64_t begin, int64_t end);
   void (*rotary)(const RotaryTask&, int64_t begin, int64_t end);
   void (*append)(const AppendTask&, int64_t begin, int64_t end);
   // Attention of one tile. Buffers are aligned to 64 bytes, their sizes in floats.
+  // Queries that are worth having share decoded keys.
+  int64_t (*tile_rows)(const AttentionTask&);
+  int64_t (*query_size)(const AttentionTask&, int64_t tokens);
   int64_t (*partial_size)(const AttentionTask&, int64_t tokens);
   int64_t (*scratch_size)(const AttentionTask&, int64_t tokens);
-  // Attends to one partition of the keys.
-  void (*attend)(const AttentionTask&, const AttentionTile&, int64_t partition, float* partial,
-                 float* scratch);
+  void (*pack_queries)(const AttentionTask&, const AttentionTile&, float* query);
+  // Attends to one partition of the keys, for the tile's KV head and those that follow it.
+  void (*attend)(const AttentionTask&, const AttentionTile&, int64_t partition,
+                 const AttentionHeads&, float* scratch);
   // Adds a partition's result to that of all before it.
   void (*fold)(const AttentionTask&, int64_t tokens, float* folded, const float* partial);
   void (*finish)(const AttentionTask&, const AttentionTile&, const float* folded, float* scratch);
@@ -137,6 +185,7 @@ const KernelSet* portable_kernels();
 const KernelSet* avx2_kernels();
 const KernelSet* avx512_kernels();
 const KernelSet* avx512fp16_kernels();
+const KernelSet* amx_kernels();
 
 // The widest set that this processor runs, capped by QUANTKIT_CPU_ISA, which
 // holds the name of one (see dispatch.cpp).

@@ -15,21 +15,18 @@ namespace {
 // Weight bytes that a thread takes at a time: a microsecond or two of reading.
 constexpr int64_t kUnitBytes = 32 * 1024;
 
-using Kernel = void (*)(const LinearTask&, int64_t begin, int64_t end);
+enum class Kind { kPlain, kGated };
 
-// Runs `kernel` over all rows of x, KernelSet::max_batch at a time, its features split over
-// threads.
-void run(LinearTask task, const Rows& x, int64_t features, const KernelSet& kernels, Team& team,
-         Kernel kernel) {
-  if (x.batch == 0 || features == 0) return;
+// Runs a kernel over all rows of x, KernelSet::max_batch at a time, its features split over threads.
+void run_rows(LinearTask task, const Rows& x, int64_t features, const KernelSet& kernels,
+              Team& team, Kind kind) {
+  const auto kernel = kind == Kind::kGated ? kernels.gated_linear : kernels.linear;
   const int64_t columns = task.weight.columns;
   const auto* x_data = static_cast<const char*>(x.data);
   auto* out_data = static_cast<char*>(task.out);
   const int64_t feature_bytes =
       task.weight.rows / features * columns * bytes_of(task.weight.format) + 1;
   const int64_t step = (kUnitBytes / feature_bytes / kRowsPerUnit + 1) * kRowsPerUnit;
-  task.features = features;
-  task.x_type = x.type;
   Buffer packed;
   for (int64_t row = 0; row < x.batch; row += kernels.max_batch) {
     task.batch = static_cast<int>(std::min<int64_t>(kernels.max_batch, x.batch - row));
@@ -49,11 +46,63 @@ void run(LinearTask task, const Rows& x, int64_t features, const KernelSet& kern
   }
 }
 
-// Threads worth waking for a weight of this size; 0 for all.
-int64_t useful_threads(const WeightMatrix& weight) {
+// The same with tiles.
+void run_tiles(LinearTask task, const Rows& x, int64_t features, const TileKernels& kernels,
+               Team& team, Kind kind) {
+  constexpr int64_t kTileRows = 16;
+  const auto kernel = kind == Kind::kGated ? kernels.gated_linear : kernels.linear;
+  const int64_t columns = task.weight.columns;
+  const auto* x_data = static_cast<const char*>(x.data);
+  auto* out_data = static_cast<char*>(task.out);
+  const int64_t most = std::min(kernels.max_batch(columns), x.batch);
+  Buffer packed;
+  Buffer scratch;
+  for (int64_t row = 0; row < x.batch; row += most) {
+    task.batch = static_cast<int>(std::min(most, x.batch - row));
+    const PackTask pack{.x = x_data + row * columns * bytes_of(x.type),
+                        .type = x.type,
+                        .format = task.weight.format,
+                        .batch = task.batch,
+                        .columns = columns,
+                        .group_size = task.weight.group_size};
+    const int64_t size = (kernels.scratch_size(task) + 15) / 16 * 16;
+    if (packed == nullptr) {  // later passes are no larger
+      packed = aligned_buffer(kernels.packed_size(pack));
+      scratch = aligned_buffer(size * team.size());
+    }
+    team.for_each((task.batch + kTileRows - 1) / kTileRows,
+                  [&](int64_t tile, int64_t) { kernels.pack(pack, tile, packed.get()); });
+    task.x = packed.get();
+    task.out = out_data + row * features * bytes_of(task.out_type);
+    const int64_t step = kernels.step(task, kind == Kind::kGated);
+    team.for_each((features + step - 1) / step, [&](int64_t unit, int64_t worker) {
+      kernel(task, unit * step, std::min((unit + 1) * step, features),
+             scratch.get() + worker * size);
+    });
+  }
+}
+
+bool fits_tiles(const KernelSet& kernels, FloatType x, const WeightMatrix& weight) {
+  return kernels.tiles != nullptr && kernels.tiles->takes(x, weight);
+}
+
+void run(LinearTask task, const Rows& x, int64_t features, const KernelSet& kernels, Team& team,
+         Kind kind) {
+  if (x.batch == 0 || features == 0) return;
+  task.features = features;
+  task.x_type = x.type;
+  if (fits_tiles(kernels, x.type, task.weight) && x.batch >= kernels.tiles->fewest_rows) {
+    run_tiles(task, x, features, *kernels.tiles, team, kind);
+  } else {
+    run_rows(task, x, features, kernels, team, kind);
+  }
+}
+
+// Threads worth waking for a weight of this size; 0 for all. Eight rows cost what reading costs.
+int64_t useful_threads(const WeightMatrix& weight, int64_t batch) {
   constexpr int64_t kBytesPerThread = 128 * 1024;
   const int64_t bytes = weight.rows * weight.columns * bytes_of(weight.format);
-  return bytes < 2 * kBytesPerThread ? 1 : 0;
+  return bytes * std::max<int64_t>(1, batch / 8) < 2 * kBytesPerThread ? 1 : 0;
 }
 
 LinearTask linear_task(const char* op, const Tensor& x, const WeightMatrix& weight,
@@ -77,8 +126,9 @@ Rows rows_of(const char* op, const Tensor& x) {
 }
 
 void run_op(const LinearTask& task, const Rows& rows) {
-  Team::run(useful_threads(task.weight),
-            [&](Team& team) { run_linear(task, rows, cpu_kernels(), team); });
+  const KernelSet& kernels = cpu_kernels();
+  Team::run(useful_threads(task.weight, rows.batch), kernels,
+            [&](Team& team) { run_linear(task, rows, kernels, team); });
 }
 
 Tensor gated(const char* op, const Tensor& x, const Tensor& weight, const WeightMatrix& matrix,
@@ -91,19 +141,33 @@ Tensor gated(const char* op, const Tensor& x, const Tensor& weight, const Weight
   Tensor out = torch::stable::new_empty(x, {x.size(0), matrix.rows / 2});
   task.out = out.mutable_data_ptr();
   const Rows rows = rows_of(op, x);
-  Team::run(useful_threads(matrix),
-            [&](Team& team) { run_gated_linear(task, rows, cpu_kernels(), team); });
+  const KernelSet& kernels = cpu_kernels();
+  Team::run(useful_threads(matrix, rows.batch), kernels,
+            [&](Team& team) { run_gated_linear(task, rows, kernels, team); });
   return out;
 }
 
 }  // namespace
 
+bool multiplies_many_rows(Tensor x, Tensor weight, int64_t group_size) {
+  const char* op = "multiplies_many_rows";
+  WeightMatrix matrix{};
+  matrix.columns = weight.size(1);
+  const ScalarType type = weight.scalar_type();
+  const bool plain =
+      type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half;
+  matrix.format = plain ? stored_format(float_type(op, "weight", type)) : weight_format(op, type);
+  matrix.group_size = group_size;
+  matrix.groups = (matrix.columns + group_size - 1) / group_size;
+  return fits_tiles(cpu_kernels(), float_type(op, "x", x.scalar_type()), matrix);
+}
+
 void run_linear(LinearTask task, const Rows& x, const KernelSet& kernels, Team& team) {
-  run(task, x, task.weight.rows, kernels, team, kernels.linear);
+  run(task, x, task.weight.rows, kernels, team, Kind::kPlain);
 }
 
 void run_gated_linear(LinearTask task, const Rows& x, const KernelSet& kernels, Team& team) {
-  run(task, x, task.weight.rows / 2, kernels, team, kernels.gated_linear);
+  run(task, x, task.weight.rows / 2, kernels, team, Kind::kGated);
 }
 
 Tensor fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,

@@ -5,6 +5,7 @@
 
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace quantkit {
@@ -26,11 +27,21 @@ torch::stable::Tensor gated_linear(torch::stable::Tensor x, torch::stable::Tenso
                                    std::optional<torch::stable::Tensor> bias,
                                    std::string activation);
 
+bool multiplies_many_rows(torch::stable::Tensor x, torch::stable::Tensor weight,
+                          int64_t group_size);
+
 torch::stable::Tensor dequantize_weight(torch::stable::Tensor weight,
                                         torch::stable::Tensor weight_scale, int64_t group_size,
                                         torch::headeronly::ScalarType dtype);
 
 torch::stable::Tensor rms_norm(torch::stable::Tensor x, torch::stable::Tensor weight, double eps);
+
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> add_rms_norm(torch::stable::Tensor x,
+                                                                      torch::stable::Tensor delta,
+                                                                      torch::stable::Tensor weight,
+                                                                      double eps);
+
+torch::stable::Tensor gate_mul(torch::stable::Tensor both, std::string activation);
 
 torch::stable::Tensor rotary(torch::stable::Tensor x, torch::stable::Tensor cos,
                              torch::stable::Tensor sin);

@@ -76,8 +76,9 @@ Tensor paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, OptionalTen
   task.out = out.mutable_data_ptr();
   task.softmax_scale = static_cast<float>(softmax_scale);
   task.window = sliding_window.value_or(0);
-  Team::run(attention_threads(task, batch),
-            [&](Team& team) { run_attention(task, batch, cpu_kernels(), team); });
+  const KernelSet& kernels = cpu_kernels();
+  Team::run(attention_threads(task, batch), kernels,
+            [&](Team& team) { run_attention(task, batch, kernels, team); });
   return out;
 }
 

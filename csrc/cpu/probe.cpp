@@ -35,7 +35,7 @@ Tensor read_memory(Tensor x) {
   const auto* words = static_cast<const uint64_t*>(x.const_data_ptr());
   const int64_t count = x.numel();
   std::atomic<uint64_t> total{0};
-  Team::run(0, [&](Team& team) {
+  Team::run(0, cpu_kernels(), [&](Team& team) {
     team.for_each((count + kWordsPerUnit - 1) / kWordsPerUnit, [&](int64_t unit, int64_t) {
       const int64_t begin = unit * kWordsPerUnit;
       total += sum_of(words + begin, std::min(kWordsPerUnit, count - begin));

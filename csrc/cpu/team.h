@@ -14,17 +14,21 @@
 #include <memory>
 #include <thread>
 
+#include "kernels.h"
+
 namespace quantkit {
 
 class Team {
  public:
-  // Calls drive(team) on one of up to `threads` threads; 0 stands for as many as torch uses.
+  // Calls drive(team) on one of up to `threads` threads; 0 stands for as many as torch uses. All of
+  // them are ready for `kernels`.
   template <class Drive>
-  static void run(int64_t threads, const Drive& drive) {
+  static void run(int64_t threads, const KernelSet& kernels, const Drive& drive) {
     const auto available = static_cast<int64_t>(torch::stable::get_num_threads());
     Team team(threads > 0 ? std::min(threads, available) : available);
     torch::stable::parallel_for(0, team.size_, 1, [&](int64_t, int64_t) {
       const int64_t worker = team.arrived_.fetch_add(1, std::memory_order_relaxed);
+      const Within within(kernels);
       if (worker == 0) {
         const Finish at_the_end{team};  // also when it throws
         drive(team);
@@ -65,6 +69,19 @@ class Team {
   // then the phase cannot end before it is done: what the phase calls is read only after that.
   struct alignas(64) Range {
     std::atomic<int64_t> left{0};
+  };
+
+  // Between KernelSet::enter and leave.
+  struct Within {
+    const KernelSet& kernels;
+
+    explicit Within(const KernelSet& set) : kernels(set) {
+      if (kernels.enter != nullptr) kernels.enter();
+    }
+    ~Within() {
+      if (kernels.leave != nullptr) kernels.leave();
+    }
+    Within(const Within&) = delete;
   };
 
   struct Finish {

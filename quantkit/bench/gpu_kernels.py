@@ -57,6 +57,12 @@ class GpuKernelSpeed:
     of_limit: float
     torch_microseconds: float | None = None
 
+    @property
+    def times_torch(self) -> float | None:
+        """How many times as long torch takes."""
+        taken = self.torch_microseconds
+        return None if taken is None else taken / self.microseconds
+
 
 def seconds_of(runs: Sequence[Callable[[], object]], repeats: int) -> float:
     """Return the median time of one of `runs`, all recorded into one graph and replayed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,9 +17,8 @@ from quantkit.errors import GenerationError, UnsupportedError, nearest
 
 if TYPE_CHECKING:
     from quantkit.bench.drafting import DraftSpeed
-    from quantkit.bench.kernels import KernelSpeed
-    from quantkit.bench.machine import Machine
     from quantkit.bench.speed import Runner, Speed
+    from quantkit.runtime.decoder import Decoder
     from quantkit.runtime.model import Fp8Model
 
 BASELINES = ("transformers",)
@@ -71,7 +71,7 @@ def bench(
     import torch
 
     from quantkit.bench.drafting import summarize
-    from quantkit.cli.bench_tables import print_drafting, print_kernels, print_speeds
+    from quantkit.cli.bench_tables import print_drafting, print_speeds
     from quantkit.load import load_fp8
 
     begin = time.perf_counter()
@@ -90,9 +90,8 @@ def bench(
         report |= {"draft": draft, "summary": summary, "results": [asdict(s) for s in drafting]}
         show = partial(print_drafting, drafting, report)
     elif kernels:
-        machine, speeds = _kernel_speeds(model, repeats)
-        report |= {"machine": asdict(machine), "kernels": [asdict(speed) for speed in speeds]}
-        show = partial(print_kernels, machine, speeds)
+        measured, show = _kernel_speeds(model, batches, lengths, repeats)
+        report |= measured
     else:
         _require_room(model, max(lengths) + new_tokens)
         results, peak = _model_speeds(model, batches, lengths, new_tokens, repeats, reference)
@@ -130,16 +129,39 @@ def _model_speeds(
     return results, peak
 
 
-def _kernel_speeds(model: Fp8Model, repeats: int) -> tuple[Machine, list[KernelSpeed]]:
-    from quantkit.bench.kernels import measure_kernels
-    from quantkit.bench.machine import measure_machine
+def _kernel_speeds(
+    model: Fp8Model, batches: list[int], lengths: list[int], repeats: int
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Return what was measured, for the report, and what prints it."""
     from quantkit.runtime.decoder import Decoder
 
-    if not isinstance(model.engine, Decoder) or model.engine.device.type != "cpu":
-        raise UnsupportedError("--kernels measures the CPU kernels of models that need no others")
+    if not isinstance(model.engine, Decoder):
+        raise UnsupportedError("--kernels measures quantkit's own decoder, which cannot run this")
     note("measuring the machine, then each kernel")
+    if model.engine.device.type == "cuda":
+        return _gpu_kernel_speeds(model.engine, batches, lengths, repeats)
+    from quantkit.bench.kernels import measure_kernels
+    from quantkit.bench.machine import measure_machine
+    from quantkit.cli.bench_tables import print_kernels
+
     machine = measure_machine(repeats)
-    return machine, measure_kernels(model.engine.shape, machine, repeats)
+    speeds = measure_kernels(model.engine.shape, machine, repeats)
+    report = {"machine": asdict(machine), "kernels": [asdict(speed) for speed in speeds]}
+    return report, partial(print_kernels, machine, speeds)
+
+
+def _gpu_kernel_speeds(
+    engine: Decoder, batches: list[int], lengths: list[int], repeats: int
+) -> tuple[dict[str, Any], Callable[[], None]]:
+    """Measure linears at every batch and at prefill's rows, attention at every batch and length."""
+    from quantkit.bench.gpu_kernels import measure_gpu_kernels, measure_limits
+    from quantkit.cli.bench_tables import print_gpu_kernels
+
+    limits = measure_limits(engine.device, repeats)
+    rows, contexts = [*batches, 1024, 4096], [(b, n) for b in batches for n in lengths]
+    speeds = measure_gpu_kernels(engine.shape, limits, engine.device, rows, contexts, repeats)
+    report = {"machine": asdict(limits), "kernels": [asdict(speed) for speed in speeds]}
+    return report, partial(print_gpu_kernels, limits, speeds)
 
 
 def _draft_speeds(

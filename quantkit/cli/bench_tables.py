@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantkit.bench.drafting import DraftSpeed
+    from quantkit.bench.gpu_kernels import GpuKernelSpeed, GpuLimits
     from quantkit.bench.kernels import KernelSpeed
     from quantkit.bench.machine import Machine
     from quantkit.bench.speed import Speed
@@ -97,6 +98,28 @@ def print_kernels(machine: Machine, speeds: Sequence[KernelSpeed]) -> None:
         f"multiplies bfloat16 matrices at {machine.matrix_gflops:.0f} GFLOP/s"
     )
     headings = ("kernel", "shape", "us", "GB/s", "GFLOP/s", "of limit")
+    _print_table(title, headings, rows, names=2)
+
+
+def print_gpu_kernels(limits: GpuLimits, speeds: Sequence[GpuKernelSpeed]) -> None:
+    """Print the speed of each CUDA kernel beside the GPU's limits and torch's kernels."""
+    rows = [
+        (
+            speed.kernel,
+            speed.shape,
+            _cell(speed.microseconds, 1),
+            _cell(speed.gb_per_second, 0),
+            _cell(speed.tflops, 0),
+            f"{speed.of_limit:.2f}",
+            _cell(speed.times_torch, 2),
+        )
+        for speed in speeds
+    ]
+    title = (
+        f"{limits.name}: copies at {limits.copy_gb_per_second:.0f} GB/s, torch multiplies bfloat16 "
+        f"at {limits.bf16_tflops:.0f} and E4M3 at {limits.fp8_tflops:.0f} TFLOP/s"
+    )
+    headings = ("kernel", "shape", "us", "GB/s", "TFLOP/s", "of limit", "x torch")
     _print_table(title, headings, rows, names=2)
 
 

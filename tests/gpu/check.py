@@ -33,6 +33,7 @@ from quantkit.bench.gpu_kernels import (
 from quantkit.bench.gpu_model import KINDS, ModelSpeed, measure_kind
 from quantkit.bench.gpu_tiles import TileSpeed, measure_tiles
 from quantkit.bench.random_weights import LLAMA_3_8B
+from quantkit.cli.bench_tables import print_gpu_kernels
 from quantkit.extension import load_cuda_kernels
 
 WORK = [(2000, 200), (5000, 500), (10000, 1000)]
@@ -136,32 +137,11 @@ def models(device: torch.device, quick: bool, record: dict[str, Any]) -> None:
 
 
 def print_tables(record: dict[str, Any]) -> None:
-    if "limits" in record:
-        limits = GpuLimits(**record["limits"])
-        print(
-            f"\n{limits.name}: copies {limits.copy_gb_per_second:.0f} GB/s, torch multiplies bf16 "
-            f"at {limits.bf16_tflops:.0f} and fp8 at {limits.fp8_tflops:.0f} TFLOP/s"
-        )
-    print_kernels([GpuKernelSpeed(**row) for row in record.get("kernels", [])])
+    if "kernels" in record:
+        speeds = [GpuKernelSpeed(**row) for row in record["kernels"]]
+        print_gpu_kernels(GpuLimits(**record["limits"]), speeds)
     print_tiles([TileSpeed(**row) for row in record.get("tiles", [])])
     print_models([ModelSpeed(**row) for row in record.get("model", [])])
-
-
-def print_kernels(speeds: list[GpuKernelSpeed]) -> None:
-    print(
-        f"\n{'kernel':24} {'shape':32} {'us':>9} {'GB/s':>6} {'TFLOP/s':>8} {'limit':>6} "
-        f"{'x torch':>8}"
-    )
-    for s in speeds:
-        gb = "" if s.gb_per_second is None else f"{s.gb_per_second:.0f}"
-        tflops = "" if s.tflops is None else f"{s.tflops:.0f}"
-        ratio = (
-            "" if s.torch_microseconds is None else f"{s.torch_microseconds / s.microseconds:.2f}"
-        )
-        print(
-            f"{s.kernel:24} {s.shape:32} {s.microseconds:9.1f} {gb:>6} {tflops:>8} "
-            f"{s.of_limit:6.2f} {ratio:>8}"
-        )
 
 
 def print_tiles(speeds: list[TileSpeed]) -> None:
