@@ -84,6 +84,7 @@ def bench(
         "load_seconds": time.perf_counter() - begin,
     }
     quiet_transformers()
+    show: Callable[[], None]
     if draft is not None:
         drafting = _draft_speeds(model, batches, temperatures, new_tokens, repeats)
         summary = list(summarize(drafting))
