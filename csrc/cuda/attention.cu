@@ -46,10 +46,7 @@ const AttentionKernel* pick(std::span<const AttentionKernel> kernels, int64_t he
 class Attention {
  public:
   Attention(const Launch& launch, const AttentionSize& size, const Tensor& query)
-      : launch_(launch),
-        size_(size),
-        query_(query),
-        rows_(size.tokens * size.kv_heads * size.group) {}
+      : launch_(launch), size_(size), query_(query), rows_(size.tokens * size.kv_heads * size.group) {}
 
   void run(AttentionCall call, WeightFormat cache) const {
     const AttentionKernel* kernel =

@@ -1,5 +1,5 @@
-// Attention from the newest tokens of each sequence to its paged KV cache. Decode reads every
-// stored key and value once and is bound by that.
+// Attention from the newest tokens of each sequence to its paged KV cache. Decode reads every stored
+// key and value once and is bound by that.
 //
 // A row is a query token and one of the heads that share a KV head. The matrix instruction takes
 // cache as its 16-row operand and rows as its 8-column operand,
@@ -13,15 +13,15 @@
 //
 //   tile    adjacent tokens of one sequence, times heads: up to 8 * kRowTiles rows
 //   chunk   kChunk keys, counted from the sequence's first; its partial result (reference, sum of
-//           weights, weighted sum of values) is computed on its own
-//   step    16 keys; a chunk's are dealt out to the block's warps
+//           weights, weighted sum of values) is computed on its own, its steps of 16 * kKeyTiles
+//           keys dealt out to the block's warps
 //   block   one tile, one KV head, every gridDim.y-th chunk
 //
 // Partial results of a row are folded in ascending order of chunks, by the block itself if it has
-// all chunks (gridDim.y == 1), else by attention_fold.cuh. All of this is anchored at positions in
-// the sequence: a row's bits depend neither on its tile nor on other sequences nor on how much room
-// the tables have. Keys outside of a tile's sight are never touched: their place is taken by the
-// nearest one that is in sight, and their weight is zero.
+// all chunks (gridDim.y == 1), else by attention_fold.cuh. All of this is anchored at positions in the
+// sequence: a row's bits depend neither on its tile nor on other sequences nor on how much room the
+// tables have. Keys outside of a tile's sight are never touched: their place is taken by the nearest
+// one that is in sight, and their weight is zero.
 //
 // The reference of a softmax sum is not its maximum but a score at most 2^kSlack times smaller: it
 // moves rarely, and sums need scaling only then. Whether it moves depends on the row alone.
@@ -179,8 +179,8 @@ QK_DEVICE void join_sums(const AttentionCall& call, const BlockPlace& place, int
 #pragma unroll
     for (int w = 0; w < Shape::kWarps; ++w) {
       const float share = memory.reference[w * kRows + row];
-      const Float4 next =
-          *reinterpret_cast<const Float4*>(memory.sums + (w * kRows + row) * Shape::kRowStride + d);
+      const Float4 next = *reinterpret_cast<const Float4*>(
+          memory.sums + (w * kRows + row) * Shape::kRowStride + d);
 #pragma unroll
       for (int j = 0; j < 4; ++j) sum.value[j] = fmaf(next.value[j], share, sum.value[j]);
     }

@@ -9,9 +9,9 @@
 namespace quantkit::cuda {
 
 struct AttentionCall {
-  const void* query;    // [tokens, heads, head_dim] of `type`, heads side by side
-  void* out;            // the same, contiguous
-  const uint8_t* keys;  // [blocks, block_size, kv_heads, head_dim]
+  const void* query;     // [tokens, heads, head_dim] of `type`, heads side by side
+  void* out;             // the same, contiguous
+  const uint8_t* keys;   // [blocks, block_size, kv_heads, head_dim]
   const uint8_t* values;
   const float* k_scale;  // per KV head, or one (stride 0); null for plain values
   const float* v_scale;
@@ -31,8 +31,8 @@ struct AttentionCall {
   int32_t group;  // query heads per KV head
   int32_t block_size;
   int32_t block_shift;  // its logarithm, or -1 if it is no power of two
-  int32_t window;       // 0: none
-  int32_t chunks;       // of the longest sequence that the tables have room for
+  int32_t window;  // 0: none
+  int32_t chunks;  // of the longest sequence that the tables have room for
   int32_t tile_tokens;
   int32_t tile_heads;
   int32_t head_tiles;  // tiles that the group is cut into

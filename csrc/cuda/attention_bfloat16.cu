@@ -13,8 +13,8 @@ AttentionKernel kernel() {
 
 // Registers decide how many blocks there is room for.
 const AttentionKernel kKernels[] = {
-    kernel<64, 1, 4>(),  kernel<64, 2, 3>(),  kernel<64, 4, 2>(),        kernel<80, 1, 3>(),
-    kernel<80, 2, 2>(),  kernel<96, 1, 3>(),  kernel<96, 2, 2>(),        kernel<128, 1, 3>(),
+    kernel<64, 1, 4>(),  kernel<64, 2, 3>(),  kernel<64, 4, 2>(), kernel<80, 1, 3>(),
+    kernel<80, 2, 2>(),  kernel<96, 1, 3>(),  kernel<96, 2, 2>(), kernel<128, 1, 3>(),
     kernel<128, 2, 2>(), kernel<192, 1, 2>(), kernel<256, 1, 2, true>(),
 };
 

@@ -4,6 +4,6 @@
 
 namespace quantkit::cuda {
 
-FoldKernel attention_fold_kernel() { return &fold_chunks<32>; }
+FoldKernel attention_fold_kernel() { return &fold_chunks<16>; }
 
 }  // namespace quantkit::cuda

@@ -8,6 +8,7 @@
 namespace quantkit::cuda {
 
 constexpr int kPlainWarps = kPlainThreads / kWarp;
+constexpr int kPlainKeys = 4;  // whose loads are in flight together
 
 template <class Cache>
 QK_DEVICE float stored_value(const uint8_t* row, int d) {
@@ -35,12 +36,11 @@ QK_DEVICE void store_float(void* values, FloatType type, int64_t index, float va
   }
 }
 
-// A block for each token and head. Warp w takes positions w, w + 4, ... of what the token sees,
-// lane l dimensions l, l + 32, ..., of which there are up to 32 * kParts.
+// A block for each token and head. Warp w takes positions w, w + 4, ... of what the token sees, lane
+// l dimensions l, l + 32, ..., of which there are up to 32 * kParts.
 template <class Cache, int kParts>
 __global__ void __launch_bounds__(kPlainThreads)
     attend_plain(const AttentionCall call, int head_dim) {
-  constexpr int kKeys = kParts > 4 ? 2 : 4;  // whose loads are in flight together
   __shared__ float sums[kPlainWarps][kWarp * kParts];
   __shared__ float references[kPlainWarps], totals[kPlainWarps];
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -65,11 +65,11 @@ __global__ void __launch_bounds__(kPlainThreads)
     query[i] = d < head_dim ? load_float(call.query, call.type, index) * factor : 0.0f;
   }
   float reference = kNoScore, total = 0.0f;
-  for (int first = sight.begin + warp; first < sight.end; first += kPlainWarps * kKeys) {
-    const uint8_t* values[kKeys];
-    float scores[kKeys];
+  for (int first = sight.begin + warp; first < sight.end; first += kPlainWarps * kPlainKeys) {
+    const uint8_t* values[kPlainKeys];
+    float scores[kPlainKeys];
 #pragma unroll
-    for (int k = 0; k < kKeys; ++k) {
+    for (int k = 0; k < kPlainKeys; ++k) {
       const int key = min(first + kPlainWarps * k, sight.end - 1);
       const int64_t slot = slot_of(call, table, key);
       const uint8_t* keys = call.keys + slot * slot_bytes + head_bytes;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kPlainThreads)
     }
     float highest = reference;
 #pragma unroll
-    for (int k = 0; k < kKeys; ++k) {
+    for (int k = 0; k < kPlainKeys; ++k) {
       scores[k] = warp_sum(scores[k]);
       if (first + kPlainWarps * k < sight.end) highest = fmaxf(highest, scores[k]);
     }
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kPlainThreads)
 #pragma unroll
     for (int i = 0; i < kParts; ++i) sum[i] *= keep;
 #pragma unroll
-    for (int k = 0; k < kKeys; ++k) {
+    for (int k = 0; k < kPlainKeys; ++k) {
       if (first + kPlainWarps * k >= sight.end) break;
       const float weight = exp2_flush(scores[k] - highest);
       total += weight;

@@ -3,11 +3,9 @@
 #pragma once
 
 #include "attention_call.cuh"
-#include "stream_loads.cuh"
 
 namespace quantkit::cuda {
 
-constexpr int kStepKeys = 16;
 constexpr float kSlack = 8;
 constexpr float kHidden = -__builtin_huge_valf();
 
@@ -16,11 +14,8 @@ inline constexpr bool kIsCodes = false;
 template <>
 inline constexpr bool kIsCodes<E4M3> = true;
 
-// Results depend on head_dim, warps and chunk alone, not on
-//   row_tiles     8 rows each
-//   stages        steps whose keys and values a warp has on their way
-//   shared_query  whether queries stay in shared memory, where registers do not suffice
-template <class CacheType, int head_dim, int row_tiles, int stages, int warps, int chunk,
+// shared_query: queries stay in shared memory where registers do not suffice.
+template <class CacheType, int head_dim, int row_tiles, int key_tiles, int warps, int chunk,
           int blocks_per_sm, bool shared_query = false>
 struct AttentionShape {
   using Cache = CacheType;
@@ -28,22 +23,23 @@ struct AttentionShape {
   static constexpr int kHeadDim = head_dim;
   static constexpr int kRowTiles = row_tiles;
   static constexpr int kRows = 8 * row_tiles;
-  static constexpr int kStages = stages;
+  static constexpr int kKeyTiles = key_tiles;
+  static constexpr int kStepKeys = 16 * key_tiles;
   static constexpr int kWarps = warps;
   static constexpr int kThreads = 32 * warps;
   static constexpr int kChunk = chunk;
   static constexpr int kBlocksPerSm = blocks_per_sm;
   static constexpr bool kSharedQuery = shared_query;
-  static constexpr int kElement = kCodes ? 1 : 2;              // bytes
-  static constexpr int kParts = head_dim / 16;                 // instructions along d
+  static constexpr int kElement = kCodes ? 1 : 2;  // bytes
+  static constexpr int kParts = head_dim / 16;     // instructions along d
   static constexpr int kKeyBytes = head_dim * kElement / 4;    // of one key, in one lane
   static constexpr int kValueBytes = head_dim * kElement / 8;  // of one value, in one lane
   static constexpr int kKeyWords = kKeyBytes / 4;
   static constexpr int kValueWords = (kValueBytes + 3) / 4;
   static constexpr int kRowStride = head_dim + 4;  // spreads rows over the banks
   static constexpr int kSharedBytes =
-      4 * (chunk + warps * kRows * kRowStride + kRows * head_dim + 2 * warps * kRows) + 24 * kRows +
-      64 + (shared_query ? row_tiles * kParts * 256 + 4 * kRows : 0);
+      4 * (chunk + warps * kRows * kRowStride + kRows * head_dim + 2 * warps * kRows) +
+      24 * kRows + 64 + (shared_query ? row_tiles * kParts * 256 + 4 * kRows : 0);
   static_assert(kSharedBytes <= 99 * 1024);  // what a block may have on the smallest processors
   static_assert(head_dim % 16 == 0 && chunk % (kStepKeys * warps) == 0 && kRows <= kThreads);
 };
@@ -77,17 +73,17 @@ QK_DEVICE constexpr LanePlace lane_place(int bytes, int parts, int index) {
 template <int kBytes, int kPartCount>
 QK_DEVICE void load_lane(const uint8_t* row, int part, uint32_t* words) {
   if constexpr (kBytes >= 16) {
-    const Word4 loaded = load_stream16(row + 16 * part);
+    const Word4 loaded = load_once16(row + 16 * part);
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = loaded.word[i];
     load_lane<kBytes - 16, kPartCount>(row + 16 * kPartCount, part, words + 4);
   } else if constexpr (kBytes >= 8) {
-    const Word2 loaded = load_stream8(row + 8 * part);
+    const Word2 loaded = load_once8(row + 8 * part);
     words[0] = loaded.word[0];
     words[1] = loaded.word[1];
     load_lane<kBytes - 8, kPartCount>(row + 8 * kPartCount, part, words + 2);
   } else if constexpr (kBytes >= 4) {
-    words[0] = load_stream4(row + 4 * part);
+    words[0] = load_once4(row + 4 * part);
     load_lane<kBytes - 4, kPartCount>(row + 4 * kPartCount, part, words + 1);
   } else if constexpr (kBytes >= 2) {
     words[0] = reinterpret_cast<const uint16_t*>(row)[part];
@@ -216,20 +212,20 @@ struct QueryOperands<Shape, true> {
 // What a lane holds of the keys and values of one step.
 template <class Shape>
 struct StepKeys {
-  uint32_t word[2][Shape::kKeyWords];  // keys g and g + 8
+  uint32_t word[Shape::kKeyTiles][2][Shape::kKeyWords];  // keys g and g + 8 of each 16
 };
 template <class Shape>
 struct StepValues {
-  uint32_t word[4][Shape::kValueWords];  // values 2t, 2t + 1, 2t + 8, 2t + 9
+  uint32_t word[Shape::kKeyTiles][4][Shape::kValueWords];  // of 2t, 2t + 1, 2t + 8, 2t + 9
 };
 
 template <class Shape>
 QK_DEVICE void load_keys(const uint8_t* keys, int32_t slot_bytes, const int32_t* slots, int g,
                          int t, StepKeys<Shape>& step) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
+  for (int i = 0; i < 2 * Shape::kKeyTiles; ++i) {
     const uint8_t* key = keys + static_cast<int64_t>(slots[8 * i + g]) * slot_bytes;
-    load_lane<Shape::kKeyBytes, 4>(key, t, step.word[i]);
+    load_lane<Shape::kKeyBytes, 4>(key, t, step.word[i / 2][i % 2]);
   }
 }
 
@@ -237,37 +233,40 @@ template <class Shape>
 QK_DEVICE void load_values(const uint8_t* values, int32_t slot_bytes, const int32_t* slots, int g,
                            int t, StepValues<Shape>& step) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 4 * Shape::kKeyTiles; ++i) {
     const int64_t slot = slots[8 * (i / 2) + 2 * t + i % 2];
     const uint8_t* value = values + slot * slot_bytes;
-    load_lane<Shape::kValueBytes, 8>(value, g, step.word[i]);
+    load_lane<Shape::kValueBytes, 8>(value, g, step.word[i / 4][i % 4]);
   }
 }
 
-// scores[row tile]: keys g and g + 8, rows 2t and 2t + 1.
+// scores[key tile][row tile]: keys g and g + 8, rows 2t and 2t + 1.
 template <class Shape>
 QK_DEVICE void multiply_keys(const StepKeys<Shape>& keys, const QueryOperands<Shape>& query,
-                             float (&scores)[Shape::kRowTiles][4]) {
+                             float (&scores)[Shape::kKeyTiles][Shape::kRowTiles][4]) {
   using Math = typename MathOf<typename Shape::Cache>::type;
-  const auto& [low, high] = keys.word;
 #pragma unroll
-  for (int i = 0; i < Shape::kParts; ++i) {
-    uint32_t a[4];
-    if constexpr (Shape::kCodes) {
-      const Word2 first = Decode<E4M3>::quad(low[i]), second = Decode<E4M3>::quad(high[i]);
-      a[0] = first.word[0];
-      a[1] = second.word[0];
-      a[2] = first.word[1];
-      a[3] = second.word[1];
-    } else {
-      a[0] = low[2 * i];
-      a[1] = high[2 * i];
-      a[2] = low[2 * i + 1];
-      a[3] = high[2 * i + 1];
-    }
+  for (int tile = 0; tile < Shape::kKeyTiles; ++tile) {
 #pragma unroll
-    for (int r = 0; r < Shape::kRowTiles; ++r) {
-      multiply_tile<Math>(scores[r], a, query.at(r, i).word);
+    for (int i = 0; i < Shape::kParts; ++i) {
+      const auto& [low, high] = keys.word[tile];
+      uint32_t a[4];
+      if constexpr (Shape::kCodes) {
+        const Word2 first = Decode<E4M3>::quad(low[i]), second = Decode<E4M3>::quad(high[i]);
+        a[0] = first.word[0];
+        a[1] = second.word[0];
+        a[2] = first.word[1];
+        a[3] = second.word[1];
+      } else {
+        a[0] = low[2 * i];
+        a[1] = high[2 * i];
+        a[2] = low[2 * i + 1];
+        a[3] = high[2 * i + 1];
+      }
+#pragma unroll
+      for (int r = 0; r < Shape::kRowTiles; ++r) {
+        multiply_tile<Math>(scores[tile][r], a, query.at(r, i).word);
+      }
     }
   }
 }
@@ -297,15 +296,20 @@ QK_DEVICE void value_operand(const uint32_t (&word)[4][Shape::kValueWords], int 
 // out[part][row tile]: d of lane_place(2 * part) and the next, rows 2t and 2t + 1.
 template <class Shape>
 QK_DEVICE void multiply_values(const StepValues<Shape>& values,
-                               const uint32_t (&weights)[Shape::kRowTiles][2],
+                               const uint32_t (&weights)[Shape::kKeyTiles][Shape::kRowTiles][2],
                                float (&out)[Shape::kParts][Shape::kRowTiles][4]) {
   using Math = typename MathOf<typename Shape::Cache>::type;
 #pragma unroll
-  for (int part = 0; part < Shape::kParts; ++part) {
-    uint32_t a[4];
-    value_operand<Shape>(values.word, part, a);
+  for (int tile = 0; tile < Shape::kKeyTiles; ++tile) {
 #pragma unroll
-    for (int r = 0; r < Shape::kRowTiles; ++r) multiply_tile<Math>(out[part][r], a, weights[r]);
+    for (int part = 0; part < Shape::kParts; ++part) {
+      uint32_t a[4];
+      value_operand<Shape>(values.word[tile], part, a);
+#pragma unroll
+      for (int r = 0; r < Shape::kRowTiles; ++r) {
+        multiply_tile<Math>(out[part][r], a, weights[tile][r]);
+      }
+    }
   }
 }
 
@@ -336,13 +340,17 @@ QK_DEVICE void clear(RunningSums<Shape>& sums) {
 
 // Moves the reference of rows that have a score far above it to their highest score.
 template <class Shape>
-QK_DEVICE void raise_references(const float (&scores)[Shape::kRowTiles][4],
+QK_DEVICE void raise_references(const float (&scores)[Shape::kKeyTiles][Shape::kRowTiles][4],
                                 RunningSums<Shape>& sums) {
 #pragma unroll
   for (int r = 0; r < Shape::kRowTiles; ++r) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float highest = fmaxf(scores[r][i], scores[r][i + 2]);
+      float highest = kNoScore;
+#pragma unroll
+      for (int tile = 0; tile < Shape::kKeyTiles; ++tile) {
+        highest = fmaxf(highest, fmaxf(scores[tile][r][i], scores[tile][r][i + 2]));
+      }
 #pragma unroll
       for (int step = 4; step < kWarp; step *= 2) {
         highest = fmaxf(highest, __shfl_xor_sync(kAllLanes, highest, step));
@@ -363,28 +371,35 @@ QK_DEVICE void raise_references(const float (&scores)[Shape::kRowTiles][4],
 
 // Scores become weights; their sums are kept, and P^T is returned as right operands.
 template <class Shape>
-QK_DEVICE void weigh(const float (&scores)[Shape::kRowTiles][4], RunningSums<Shape>& sums,
-                     uint32_t (&weights)[Shape::kRowTiles][2]) {
+QK_DEVICE void weigh(float (&scores)[Shape::kKeyTiles][Shape::kRowTiles][4],
+                     RunningSums<Shape>& sums,
+                     uint32_t (&weights)[Shape::kKeyTiles][Shape::kRowTiles][2]) {
   using Math = typename MathOf<typename Shape::Cache>::type;
   bool above = false;
 #pragma unroll
-  for (int r = 0; r < Shape::kRowTiles; ++r) {
+  for (int tile = 0; tile < Shape::kKeyTiles; ++tile) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      above = above || scores[r][i] > sums.reference[r][i % 2] + kSlack;
+    for (int r = 0; r < Shape::kRowTiles; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        above = above || scores[tile][r][i] > sums.reference[r][i % 2] + kSlack;
+      }
     }
   }
   if (__any_sync(kAllLanes, above)) raise_references<Shape>(scores, sums);
 #pragma unroll
-  for (int r = 0; r < Shape::kRowTiles; ++r) {
-    float p[4];
+  for (int tile = 0; tile < Shape::kKeyTiles; ++tile) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      p[i] = exp2_flush(scores[r][i] - sums.reference[r][i % 2]);
-      sums.total[r][i % 2] += p[i];
+    for (int r = 0; r < Shape::kRowTiles; ++r) {
+      float p[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        p[i] = exp2_flush(scores[tile][r][i] - sums.reference[r][i % 2]);
+        sums.total[r][i % 2] += p[i];
+      }
+      weights[tile][r][0] = transpose_tile(pack2<Math>(p[0], p[1]));
+      weights[tile][r][1] = transpose_tile(pack2<Math>(p[2], p[3]));
     }
-    weights[r][0] = transpose_tile(pack2<Math>(p[0], p[1]));
-    weights[r][1] = transpose_tile(pack2<Math>(p[2], p[3]));
   }
 }
 
@@ -397,73 +412,46 @@ struct ChunkWork {
   const int32_t* slots;  // of the chunk's keys, in shared memory
   int chunk;
   int step, last;  // [step, last), every kWarps-th
-  StepKeys<Shape> step_keys[Shape::kStages];
-  StepValues<Shape> step_values[Shape::kStages];
+  StepKeys<Shape> step_keys;
+  StepValues<Shape> step_values;
 
-  QK_DEVICE void load_keys(int stage, int number, int g, int t) {
-    cuda::load_keys<Shape>(keys, slot_bytes, slots + number * kStepKeys, g, t, step_keys[stage]);
+  QK_DEVICE void load_keys(int g, int t) {
+    cuda::load_keys<Shape>(keys, slot_bytes, slots + step * Shape::kStepKeys, g, t, step_keys);
   }
-  QK_DEVICE void load_values(int stage, int number, int g, int t) {
-    cuda::load_values<Shape>(values, slot_bytes, slots + number * kStepKeys, g, t,
-                             step_values[stage]);
+  QK_DEVICE void load_values(int g, int t) {
+    cuda::load_values<Shape>(values, slot_bytes, slots + step * Shape::kStepKeys, g, t,
+                             step_values);
   }
-  // Takes up a chunk, of which `any` is in sight of any row, and loads its first steps.
+  // Takes up a chunk, of which `any` is in sight of any row, and loads its first step.
   QK_DEVICE void begin(int next_chunk, Sight any, int warp, int g, int t) {
     chunk = next_chunk;
     const int first_key = chunk * Shape::kChunk;
-    const int first = max(any.begin - first_key, 0) / kStepKeys;
+    const int first = max(any.begin - first_key, 0) / Shape::kStepKeys;
     const int end = min(any.end - first_key, Shape::kChunk);
     step = first + (warp - first % Shape::kWarps + Shape::kWarps) % Shape::kWarps;
-    last = (end + kStepKeys - 1) / kStepKeys;
-#pragma unroll
-    for (int stage = 0; stage < Shape::kStages; ++stage) {
-      const int number = step + stage * Shape::kWarps;
-      if (number >= last) return;
-      load_keys(stage, number, g, t);
-      load_values(stage, number, g, t);
-    }
+    last = (end + Shape::kStepKeys - 1) / Shape::kStepKeys;
+    if (step >= last) return;
+    load_keys(g, t);
+    load_values(g, t);
   }
 };
 
 // Takes the weight of what a row does not see.
 template <class Shape>
 QK_DEVICE void hide(const AttentionCall& call, const RowMap& map, int first_key, int g, int t,
-                    float (&scores)[Shape::kRowTiles][4]) {
+                    float (&scores)[Shape::kKeyTiles][Shape::kRowTiles][4]) {
 #pragma unroll
   for (int r = 0; r < Shape::kRowTiles; ++r) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const Sight sight = sight_of(call, map.position + map.token(8 * r + 2 * t + i % 2));
-      const int key = first_key + g + i / 2 * 8;
-      if (key < sight.begin || key >= sight.end) scores[r][i] = kHidden;
+#pragma unroll
+      for (int tile = 0; tile < Shape::kKeyTiles; ++tile) {
+        const int key = first_key + 16 * tile + g + i / 2 * 8;
+        if (key < sight.begin || key >= sight.end) scores[tile][r][i] = kHidden;
+      }
     }
   }
-}
-
-template <class Shape>
-QK_DEVICE void attend_step(ChunkWork<Shape>& work, int stage, const AttentionCall& call,
-                           const BlockPlace& place, int g, int t, const QueryOperands<Shape>& query,
-                           RunningSums<Shape>& sums) {
-  // Keeps the compiler from reading all of a shared query once and for all.
-  if constexpr (Shape::kSharedQuery) __syncwarp();
-  const int first_key = work.chunk * Shape::kChunk + work.step * kStepKeys;
-  const int next = work.step + Shape::kStages * Shape::kWarps;
-  float scores[Shape::kRowTiles][4] = {};
-  multiply_keys<Shape>(work.step_keys[stage], query, scores);
-  if (next < work.last) work.load_keys(stage, next, g, t);
-#pragma unroll
-  for (int r = 0; r < Shape::kRowTiles; ++r) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) scores[r][i] *= query.factor_at(r, i % 2);
-  }
-  if (first_key < place.all.begin || first_key + kStepKeys > place.all.end) {
-    hide<Shape>(call, place.map, first_key, g, t, scores);
-  }
-  uint32_t weights[Shape::kRowTiles][2];
-  weigh<Shape>(scores, sums, weights);
-  multiply_values<Shape>(work.step_values[stage], weights, sums.out);
-  if (next < work.last) work.load_values(stage, next, g, t);
-  work.step += Shape::kWarps;
 }
 
 template <class Shape>
@@ -471,11 +459,29 @@ QK_DEVICE void attend_chunk(ChunkWork<Shape>& work, const AttentionCall& call,
                             const BlockPlace& place, int g, int t,
                             const QueryOperands<Shape>& query, RunningSums<Shape>& sums) {
   while (work.step < work.last) {
+    // Keeps the compiler from reading all of the shared query before the loop.
+    if constexpr (Shape::kSharedQuery) __syncwarp();
+    float scores[Shape::kKeyTiles][Shape::kRowTiles][4] = {};
+    multiply_keys<Shape>(work.step_keys, query, scores);
+    const int first_key = work.chunk * Shape::kChunk + work.step * Shape::kStepKeys;
+    work.step += Shape::kWarps;
+    const bool more = work.step < work.last;
+    if (more) work.load_keys(g, t);
 #pragma unroll
-    for (int stage = 0; stage < Shape::kStages; ++stage) {
-      if (stage > 0 && work.step >= work.last) return;
-      attend_step<Shape>(work, stage, call, place, g, t, query, sums);
+    for (int tile = 0; tile < Shape::kKeyTiles; ++tile) {
+#pragma unroll
+      for (int r = 0; r < Shape::kRowTiles; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) scores[tile][r][i] *= query.factor_at(r, i % 2);
+      }
     }
+    if (first_key < place.all.begin || first_key + Shape::kStepKeys > place.all.end) {
+      hide<Shape>(call, place.map, first_key, g, t, scores);
+    }
+    uint32_t weights[Shape::kKeyTiles][Shape::kRowTiles][2];
+    weigh<Shape>(scores, sums, weights);
+    multiply_values<Shape>(work.step_values, weights, sums.out);
+    if (more) work.load_values(g, t);
   }
 }
 

@@ -1,7 +1,8 @@
 // kv_append, rotary_append and kv_gather: checks and launches.
 
-#include "cache_view.h"
 #include "kv_cache.cuh"
+
+#include "cache_view.h"
 #include "launch_overlapped.h"
 #include "ops.h"
 
@@ -103,7 +104,6 @@ void kv_append(Tensor key, Tensor value, Tensor k_cache, Tensor v_cache, MaybeTe
                        .value_stride = value.stride(0),
                        .keys = key_side(cache),
                        .values = value_side(cache),
-                       .type = cache.type,
                        .slots = slot_list,
                        .slot_count = cache.slots(),
                        .tokens = tokens,
@@ -111,7 +111,9 @@ void kv_append(Tensor key, Tensor value, Tensor k_cache, Tensor v_cache, MaybeTe
                        .head_dim = cache.head_dim};
     call.aligned = are_aligned(cache) && is_aligned(call.key) && is_aligned(call.value) &&
                    call.key_stride % kChunk == 0 && call.value_stride % kChunk == 0;
-    start_append(call, Start(launch));
+    with_cache_type(cache.type, [&](auto stored) {
+      start_append<decltype(stored)>(call, Start(launch));
+    });
   });
 }
 
@@ -160,19 +162,19 @@ Tensor rotary_append(Tensor qkv, MaybeTensor q_norm, MaybeTensor k_norm, double 
                         .query = mutable_data<T>(query),
                         .keys = key_side(cache),
                         .values = value_side(cache),
-                        .type = cache.type,
                         .slots = slot_list,
                         .slot_count = cache.slots(),
                         .tokens = tokens,
-                        .heads = static_cast<int32_t>(heads),
-                        .kv_heads = static_cast<int32_t>(cache.heads),
-                        .all_heads = static_cast<int32_t>(heads + 2 * cache.heads),
-                        .head_dim = static_cast<int32_t>(cache.head_dim),
+                        .heads = heads,
+                        .kv_heads = cache.heads,
+                        .head_dim = cache.head_dim,
                         .eps = static_cast<float>(eps)};
     call.aligned = are_aligned(cache) && is_aligned(call.qkv) && is_aligned(call.q_norm) &&
                    is_aligned(call.k_norm) && is_aligned(call.cosine) && is_aligned(call.sine) &&
                    is_aligned(call.query);
-    start_append_rotated(call, Start(launch));
+    with_cache_type(cache.type, [&](auto stored) {
+      start_append_rotated<decltype(stored)>(call, Start(launch));
+    });
   });
   return query;
 }

@@ -1,6 +1,6 @@
 """Attention over the paged cache, on the emulator: against the oracle and bit for bit with itself.
 
-A tile has up to 8, 16 or 24 rows; a chunk is 256 keys, in steps of 16 that 4 warps share.
+A tile has up to 8, 16 or 24 rows; a chunk is 256 keys, in steps of 16 or 32 that 4 warps share.
 Blocks are in random order, and all memory that holds nothing is NaN, tables' entries -1.
 """
 
@@ -58,7 +58,7 @@ void run(Inputs in) {
   emulator::launch(dim3(plan.blocks, plan.chunk_blocks), Shape::kThreads, Shape::kSharedBytes,
                    attend<Shape>, in.call);
   if (plan.chunk_blocks > 1) {
-    emulator::launch(dim3(rows), kWarp, 0, fold_chunks<32>, in.call, Shape::kChunk,
+    emulator::launch(dim3(rows), kWarp, 0, fold_chunks<16>, in.call, Shape::kChunk,
                      Shape::kHeadDim);
   }
   delete[] in.call.sums;
@@ -79,9 +79,9 @@ struct Kernel {
   void (*run)(Inputs);
 };
 
-template <class Cache, int head_dim, int row_tiles, int stages = 1, bool shared_query = false>
+template <class Cache, int head_dim, int row_tiles, int key_tiles = 1, bool shared_query = false>
 Kernel tiled(WeightFormat cache) {
-  using Shape = AttentionShape<Cache, head_dim, row_tiles, stages, 4, 256, 1, shared_query>;
+  using Shape = AttentionShape<Cache, head_dim, row_tiles, key_tiles, 4, 256, 1, shared_query>;
   return {cache, head_dim, Shape::kRows, &run<Shape>};
 }
 
@@ -124,7 +124,7 @@ ALL_KERNELS = """
     {WeightFormat::kBFloat16, 0, 0, &run_plain<BFloat16>},
     {WeightFormat::kFloat16, 0, 0, &run_plain<Half>},
     tiled<E4M3, 64, 1>(WeightFormat::kE4M3),
-    tiled<E4M3, 64, 2, 3>(WeightFormat::kE4M3),
+    tiled<E4M3, 64, 2>(WeightFormat::kE4M3),
     tiled<E4M3, 80, 3, 2, true>(WeightFormat::kE4M3),
     tiled<E4M3, 128, 1>(WeightFormat::kE4M3),
     tiled<E4M3, 256, 1>(WeightFormat::kE4M3),

@@ -31,7 +31,6 @@ using namespace quantkit::cuda;
 using quantkit::BFloat16;
 using quantkit::E4M3;
 using quantkit::Half;
-using quantkit::WeightFormat;
 
 namespace {
 
@@ -47,15 +46,6 @@ struct Sizes {
   int64_t tokens, heads, kv_heads, head_dim, slots, scales, key_stride, value_stride, aligned;
 };
 
-template <class Cache>
-constexpr WeightFormat kFormat = WeightFormat::kE4M3;
-template <>
-constexpr WeightFormat kFormat<float> = WeightFormat::kFloat32;
-template <>
-constexpr WeightFormat kFormat<BFloat16> = WeightFormat::kBFloat16;
-template <>
-constexpr WeightFormat kFormat<Half> = WeightFormat::kFloat16;
-
 template <class Cache, class T>
 void run_append(const T* key, const T* value, uint8_t* keys, uint8_t* values, const float* k_scale,
                 const float* v_scale, const int64_t* slots, const Sizes& sizes) {
@@ -64,13 +54,12 @@ void run_append(const T* key, const T* value, uint8_t* keys, uint8_t* values, co
   call.value_stride = sizes.value_stride;
   call.keys = {keys, k_scale, sizes.scales > 1};
   call.values = {values, v_scale, sizes.scales > 1};
-  call.type = kFormat<Cache>;
   call.slot_count = sizes.slots;
   call.tokens = sizes.tokens;
   call.heads = sizes.kv_heads;
   call.head_dim = sizes.head_dim;
   call.aligned = sizes.aligned;
-  start_append(call, Start());
+  start_append<Cache>(call, Start());
 }
 
 template <class Cache, class T>
@@ -81,17 +70,15 @@ void run_rotated(const T* qkv, const T* q_norm, const T* k_norm, const T* cosine
                       .sine = sine, .query = query};
   call.keys = {keys, k_scale, sizes.scales > 1};
   call.values = {values, v_scale, sizes.scales > 1};
-  call.type = kFormat<Cache>;
   call.slots = slots;
   call.slot_count = sizes.slots;
   call.tokens = sizes.tokens;
   call.heads = sizes.heads;
   call.kv_heads = sizes.kv_heads;
-  call.all_heads = sizes.heads + 2 * sizes.kv_heads;
   call.head_dim = sizes.head_dim;
   call.eps = eps;
   call.aligned = sizes.aligned;
-  start_append_rotated(call, Start());
+  start_append_rotated<Cache>(call, Start());
 }
 
 // The ops of rows.cuh that append_rotated does too.
@@ -267,26 +254,7 @@ def test_append_encodes_every_kind_of_number(dtype: torch.dtype, aligned: bool) 
 def test_rotary_append_is_its_steps_one_after_another(
     cache: torch.dtype, dtype: torch.dtype, head_dim: int, norm: bool, turn: bool, order: Order
 ) -> None:
-    LIBRARY.order = order
-    _check_rotary_append(cache, dtype, 4, 2, head_dim, norm, turn)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(21, 3, 512), (40, 2, 10), (1, 1, 64)])
-def test_rotary_append_of_many_heads(heads: int, kv_heads: int, head_dim: int) -> None:
-    """More than a block has lanes for at once, and fewer than a warp has."""
-    _check_rotary_append(E4M3, BF16, heads, kv_heads, head_dim, norm=True, turn=True)
-
-
-def _check_rotary_append(
-    cache: torch.dtype,
-    dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    norm: bool,
-    turn: bool,
-) -> None:
-    tokens, slots = 3, [6, -1, 0]
+    tokens, heads, kv_heads, slots = 3, 4, 2, [6, -1, 0]
     qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim).to(dtype)
     q_norm, k_norm = torch.rand(2, head_dim).to(dtype) + 0.5 if norm else (None, None)
     cos, sin = torch.randn(2, tokens, head_dim).to(dtype) if turn else (None, None)
@@ -295,6 +263,7 @@ def _check_rotary_append(
     caches = [_poisoned(7, kv_heads, head_dim, cache) for _ in range(2)]
     out = torch.full((tokens, heads, head_dim), torch.nan).to(dtype)
     sizes = Sizes(tokens, heads, kv_heads, head_dim, 7, kv_heads, 0, 0, head_dim % 16 == 0)
+    LIBRARY.order = order
     LIBRARY.call(
         f"rotated_{_name(cache, dtype)}",
         *(qkv, q_norm, k_norm, cos, sin, out, *caches, *scales, torch.tensor(slots), 1e-6),
