@@ -2,7 +2,8 @@
 
 Schema, fake kernel and a reference kernel in torch for each, in namespace "quantkit"; the C++
 kernels, if built, register onto the same names and then win on CPU. In those a token's result is
-the same bits whatever else is in the call, and in float32 until one rounding at the end. Linear ops
+the same bits whatever else is in the call, and in float32 until one rounding at the end; only in a
+matrix unit, which is for bfloat16 queries, do the weights of values have 16 bits. Linear ops
 are in `quantkit.ops`. Which sequence owns which block of the cache is decided by the caller.
 
 A cache holds E4M3 codes together with float32 scales, [1] or [num_kv_heads], or, without scales,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +160,36 @@ def test_other_kernels_pass_the_same_tests(kernels: str) -> None:
     ]
     result = run_python(pytest_again, OMP_NUM_THREADS="1", **OTHER_KERNELS[kernels])
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+REFUSE_TILES = """
+import ctypes, struct, torch
+from torch import float8_e4m3fn, ones, randn
+# A filter of system calls: arch_prctl(ARCH_REQ_XCOMP_PERM, ...) fails with EPERM, all others pass.
+code = [(0x20, 0, 0, 0), (0x15, 0, 3, 158), (0x20, 0, 0, 16), (0x15, 0, 1, 0x1023),
+        (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x7FFF0000)]
+program = b"".join(struct.pack("HBBI", *line) for line in code)
+buffer = ctypes.create_string_buffer(program)
+header = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(buffer))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0
+assert libc.prctl(22, 2, ctypes.c_char_p(header), 0, 0) == 0
+from quantkit import ops
+x, weight = randn(20, 64).bfloat16(), ones(32, 64).to(float8_e4m3fn)
+assert not ops.multiplies_many_rows(x, weight, 64)
+y = torch.ops.quantkit.fp8_linear(x, weight, ones(32, 1), None, 64)
+assert (y.float() - x.float().sum(1, keepdim=True)).abs().max() < 0.1
+print("refused")
+"""
+
+
+@pytest.mark.skipif(
+    platform.system() != "Linux" or platform.machine() != "x86_64", reason="AMX is x86's"
+)
+@pytest.mark.skipif(not extension.EXTENSION_LOADED, reason="nothing would ask for it")
+def test_tiles_that_the_system_refuses_are_not_used() -> None:
+    result = run_python(["-c", REFUSE_TILES])
+    assert result.stdout == "refused\n", result.stderr
 
 
 @pytest.mark.skipif(not extension.EXTENSION_LOADED, reason="no extension reads it")

@@ -58,13 +58,15 @@ def _noisy_argmax(row: NDArray[np.float32], key: int) -> int:
     offsets = _vocabulary_offsets(len(row))
     near = np.flatnonzero(row > -NEAR)
     best, value = _best(row, near, noise_bits(key, offsets[near]))
-    if np.count_nonzero(row > -np.inf) == len(near):
+    allowed = np.count_nonzero(row > -np.inf)
+    if allowed == len(near):
         return best
-    bits = noise_bits(key, offsets)
-    possible = np.flatnonzero(bits >= np.uint64(bits_below(value + NEAR)))
-    far = possible[row[possible] <= -NEAR]
-    if len(far):
-        rival, rival_value = _best(row, far, bits[far])
+    others = slice(None) if allowed == len(row) else np.flatnonzero(row > -np.inf)
+    ids, bits = _all_ids(len(row))[others], noise_bits(key, offsets[others])
+    possible = bits >= np.uint64(bits_below(value + NEAR))
+    far = possible & (row[others] <= -NEAR)
+    if far.any():
+        rival, rival_value = _best(row, ids[far], bits[far])
         if (rival_value, -rival) > (value, -best):
             return rival
     return best
@@ -78,5 +80,10 @@ def _best(row: NDArray[np.float32], token_ids: NDArray[np.intp], bits: Bits) -> 
 
 
 @lru_cache(maxsize=4)
+def _all_ids(size: int) -> NDArray[np.intp]:
+    return np.arange(size)
+
+
+@lru_cache(maxsize=4)
 def _vocabulary_offsets(size: int) -> Bits:
-    return token_offsets(np.arange(size))
+    return token_offsets(_all_ids(size))

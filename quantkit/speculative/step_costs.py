@@ -106,7 +106,7 @@ def measure_step(engine: Engine, batch: int, rows: int) -> float:
 
 
 def _run(engine: Engine, cache: SequenceCache, counts: list[int]) -> None:
-    tokens = torch.zeros(sum(counts), dtype=torch.int64, device=engine.device)
+    tokens = torch.zeros(sum(counts), dtype=torch.int64)
     engine.forward(tokens, range(len(counts)), counts, cache, last_only=False)
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)

@@ -19,7 +19,7 @@ from quantkit.speculative.suffix_automaton import START, Cursor, SuffixAutomaton
 
 EARLIER_TOKENS = 1 << 15
 """Capacity of the store of earlier outputs; its automaton takes about 500 bytes a token."""
-TOKENS_PER_MATCH = 2
+TOKENS_PER_MATCH = 5
 """Tokens drafted for every matching one: a long match promises a long continuation."""
 HALF_SURE = 6
 """Matching tokens at which the next one is taken to be right half of the time, to begin with."""

@@ -33,6 +33,7 @@ def test_a_drafter_is_written_into_the_checkpoint_and_found_there(
     assert "first tokens accepted" in printed.err
     assert is_head(checkpoint / "draft")
     answer = ["generate", checkpoint, "--prompt", "the cat", "--max-new-tokens", "8"]
+    answer.append("--deterministic")
     assert run(*answer) == 0
     plain = capsys.readouterr().out
     assert run(*answer, "--draft", "auto") == 0

@@ -36,12 +36,14 @@ def test_the_stream_equals_the_library_and_the_prompt_may_be_piped(tiny_checkpoi
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("flags", [["--draft", "suffix"], ["--draft", "auto", "--deterministic"]])
-def test_drafts_do_not_change_what_is_written(flags: list[str], tiny_checkpoint: Path) -> None:
+@pytest.mark.parametrize("draft", ["suffix", "auto"])
+def test_drafts_do_not_change_what_is_written(draft: str, tiny_checkpoint: Path) -> None:
     prompt = "one two three one two three one two"
     options = ["--prompt", prompt, "--max-new-tokens", "20", "--temperature", "0"]
+    # In 16 bits a pass of more rows may round another way; at a fixed size it cannot.
+    options.append("--deterministic")
     plain = quantkit("generate", tiny_checkpoint, *options)
-    drafted = quantkit("generate", tiny_checkpoint, *options, *flags, "--stats")
+    drafted = quantkit("generate", tiny_checkpoint, *options, "--draft", draft, "--stats")
     assert drafted.stdout == plain.stdout
     assert "drafted" in drafted.stderr
 

@@ -18,6 +18,7 @@ TYPES = {
     "std::vector<int64_t>": "List[int]",
     "int64_t": "int",
     "double": "float",
+    "bool": "bool",
     "std::string": "str",
     "ScalarType": "int",
 }

@@ -39,11 +39,15 @@ def test_tokens_far_below_the_likeliest_win_as_often_as_they_should() -> None:
     assert abs(wins - share) < 4 * math.sqrt(share * (1 - share) / len(KEYS))
 
 
-def test_excluded_tokens_are_never_chosen() -> None:
-    scores = weights(len(KEYS), 40, 1.0)
+@pytest.mark.parametrize("scale", [1.0, 8.0])
+def test_excluded_tokens_are_never_chosen(scale: float) -> None:
+    scores = weights(len(KEYS), 400, scale)
     scores[:, 1::2] = -math.inf
     scores -= scores.amax(-1, keepdim=True)
-    assert bool((gumbel_argmax(scores, KEYS) % 2 == 0).all())
+    chosen = gumbel_argmax(scores, KEYS)
+    assert bool((chosen % 2 == 0).all())
+    expected = (gumbel(torch.tensor(KEYS), torch.arange(400)) + scores).argmax(-1)
+    assert torch.equal(chosen, expected)
 
 
 def test_argmax_is_the_first_of_equals_and_shows_nan() -> None:

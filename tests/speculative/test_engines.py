@@ -1,7 +1,8 @@
 """Drafts on real tiny models: equal tokens, and a cache that only knows committed ones.
 
-Passes with drafts have at most `FEW_ROWS` rows here, so that with the compiled kernels a row is the
-same bits in each of them, and equality is exact. Without these, sums may come in another order.
+Passes with drafts have at most `FEW_ROWS` rows of float32 here, so that with the compiled kernels a
+row is the same bits in each of them, and equality is exact. Without these, sums may come in another
+order.
 """
 
 from __future__ import annotations
@@ -187,9 +188,9 @@ def test_b42_a_fixed_width_gives_the_same_bits_in_every_dtype(
 
 @pytest.mark.parametrize("kv", ["none", "fp8"])
 def test_b42_where_other_kernels_lead_elsewhere_it_was_a_near_tie(kv: str, tmp_path: Path) -> None:
-    # Drafts of 20 tokens take the kernels for many rows, which round in other places. Two tokens
-    # change places only if their logits are closer than the errors of both kernels, each of which
-    # is about what bfloat16 costs against float32 (which is much in a model of random weights).
+    # More rows take other kernels, which sum in another order. Two tokens change places only if
+    # their logits are closer than the errors of both kernels, each of which is about what bfloat16
+    # costs against float32 (which is much in a model of random weights).
     path = checkpoints.build(tmp_path, checkpoints.FAMILIES["llama"](), kv=kv)
     engine, exact = load_engine(path, dtype="bfloat16"), load_engine(path, dtype="float32")
     resolved = params(logprobs=None, max_new_tokens=40)
@@ -203,15 +204,14 @@ def test_b42_where_other_kernels_lead_elsewhere_it_was_a_near_tie(kv: str, tmp_p
         fork = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
         if fork is not None:
             forks += 1
-            tokens = [*prompt, *plain.ids[:fork]]
-            logits, true = one_by_one(engine, tokens), one_by_one(exact, tokens)
+            logits, true = (as_decoded(e, prompt, plain.ids[:fork]) for e in (engine, exact))
             margin = float(logits[-1, plain.ids[fork]] - logits[-1, ours.ids[fork]])
             assert 0 <= margin <= 2 * float((logits - true).abs().max())
     assert forks < 20
 
 
-def one_by_one(engine: Engine, tokens: Sequence[int]) -> Tensor:
-    """The logits after each token, read as plain decoding does."""
-    cache = engine.new_cache(1, len(tokens))
-    rows = [engine.forward(torch.tensor([token]), [0], [1], cache) for token in tokens]
-    return torch.cat(rows)
+def as_decoded(engine: Engine, prompt: Sequence[int], ids: Sequence[int]) -> Tensor:
+    """The logits after the prompt and after each of `ids`, in the passes of plain decoding."""
+    cache = engine.new_cache(1, len(prompt) + len(ids))
+    passes = [list(prompt), *([token] for token in ids)]
+    return torch.cat([engine.forward(torch.tensor(p), [0], [len(p)], cache) for p in passes])

@@ -179,6 +179,14 @@ def test_texts_to_look_in_and_a_drafter_of_ones_own(target: Path) -> None:
         assert model.stats.drafts is not None
 
 
+@pytest.mark.parametrize("draft", ["suffix", "model"])
+def test_nothing_to_do_is_nothing_done(draft: str, target: Path, other: Path) -> None:
+    model = load(target, other if draft == "model" else draft)
+    assert ids(model, []) == []
+    assert ids(model, max_new_tokens=0) == [[]] * len(PROMPTS)
+    assert ids(model, max_new_tokens=1) == ids(load(target), max_new_tokens=1)
+
+
 def test_streams_and_statistics(target: Path) -> None:
     model = load(target, "suffix")
     words = "one two three one two three one two"

@@ -13,6 +13,12 @@ from tests.speculative import toy
 from tests.speculative.judges import FixedJudge
 
 
+@pytest.fixture(autouse=True)
+def _two_tokens_per_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short texts then say where a draft ends."""
+    monkeypatch.setattr("quantkit.speculative.suffix.TOKENS_PER_MATCH", 2)
+
+
 def request(prompt: Sequence[int], ids: Sequence[int] = (), sequence: int = 0) -> Request:
     return Request(sequence, list(prompt), 10**6, toy.params(), None, list(ids))
 
