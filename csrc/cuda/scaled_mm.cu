@@ -171,7 +171,8 @@ Tensor run(const char* op, const Tensor& a, const Tensor& a_scale, const Tensor&
                                 .half_out = dtype == ScalarType::Half,
                                 .activation = kind,
                                 .device = launch.device(),
-                                .multiprocessors = device.multiprocessors};
+                                .multiprocessors = device.multiprocessors,
+                                .band = scaled_mm_band(m, n)};
   const auto bytes = static_cast<int64_t>(kernel.workspace_size(problem));
   void* workspace = nullptr;
   std::optional<Tensor> memory;

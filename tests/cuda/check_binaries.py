@@ -80,7 +80,20 @@ class Reviewed:
     reason: str
 
 
-REVIEWED: tuple[Reviewed, ...] = ()
+REVIEWED = (
+    Reviewed(
+        "scaled_mm_64x64x128_sm120a", 24, 240, "scheduling and epilogue; one in the loop over K"
+    ),
+    Reviewed(
+        "attention_float16",
+        40,
+        80,
+        "heads of 256 with a float16 cache want more than 255 registers",
+    ),
+    Reviewed(
+        "attention_plain", 8, 16, "sm_120a; the plain kernel is for sizes that no other takes"
+    ),
+)
 
 
 @dataclass(frozen=True)
