@@ -83,11 +83,7 @@ def paged_attention(
     the blocks of each sequence in order; lengths int32 [num_sequences], stored tokens including
     the new ones; query_starts int32 [num_sequences + 1] -> like query, contiguous.
     """
-    if query.is_cuda and query.dtype == torch.float32:  # the CUDA kernel multiplies in 16 bits
-        op = _paged_attention_reference
-    else:
-        op = torch.ops.quantkit.paged_attention
-    out: Tensor = op(
+    out: Tensor = torch.ops.quantkit.paged_attention(
         query,
         k_cache,
         v_cache,

@@ -66,9 +66,11 @@ def load_engine(
     if kv == "fp8" and checkpoint.scheme.kv is None:
         raise CheckpointError(f"{path} has no KV scales; load with kv='none', or calibrate again")
     _report_kernels(target.type)
-    inputs = _input_spec(checkpoint, activations, target)
-    few_rows = CUDA_FEW_ROWS if activations == "auto" else 0
-    reader = WeightReader(checkpoint, target, _resolve_dtype(checkpoint, dtype), inputs, few_rows)
+    values = _resolve_dtype(checkpoint, dtype)
+    in_8_bits = _multiplies_8_bits(target, values)
+    inputs = _input_spec(checkpoint, activations, in_8_bits)
+    few_rows = (CUDA_FEW_ROWS if activations == "auto" else 0) if in_8_bits else None
+    reader = WeightReader(checkpoint, target, values, inputs, few_rows)
     return _build(reader, quantize_kv=kv != "none" and checkpoint.scheme.kv is not None)
 
 
@@ -114,9 +116,10 @@ def _set_threads(threads: int) -> None:
     torch.set_num_threads(threads)
 
 
-def _input_spec(checkpoint: Checkpoint, activations: str, device: torch.device) -> QuantSpec | None:
+def _input_spec(checkpoint: Checkpoint, activations: str, in_8_bits: bool) -> QuantSpec | None:
+    """Return how inputs are rounded, if at all; `in_8_bits` if they can be multiplied so."""
     spec = checkpoint.scheme.inputs
-    if activations == "full" or (activations == "auto" and not _multiplies_8_bits(device)):
+    if activations == "full" or (activations == "auto" and not in_8_bits):
         return None
     if spec is None and activations == "quantized":
         raise UnsupportedError(
@@ -125,8 +128,11 @@ def _input_spec(checkpoint: Checkpoint, activations: str, device: torch.device) 
     return spec
 
 
-def _multiplies_8_bits(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+def _multiplies_8_bits(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether `scaled_mm` has a kernel on this device that gives results in `dtype`."""
+    if device.type != "cuda" or dtype == torch.float32 or not load_cuda_kernels():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _resolve_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:

@@ -1,8 +1,8 @@
 """Linear layers that multiply 8-bit inputs with 8-bit weights (W8A8), as GPUs can.
 
 A few rows are no faster that way, because reading the weights is all the time: they keep their
-16-bit inputs, which is more accurate. `after_norm` and `after_add_norm` join a layer
-to the norm in front of it, so that its input is rounded where it is made.
+16-bit inputs, which is more accurate. `after_norm` and `after_add_norm` join a layer to the norm in
+front of it, so that its input is rounded where it is made.
 """
 
 from __future__ import annotations
@@ -54,10 +54,12 @@ class ScaledLinear:
         if layer.codes.dtype != E4M3.dtype or not _scales_whole_rows(layer.inputs.spec):
             return None
         rows, columns = (-size % MULTIPLE for size in layer.codes.shape)
-        codes = F.pad(layer.codes.view(torch.uint8), (0, columns, 0, rows)).view(E4M3.dtype)
+        codes = layer.codes
+        if rows or columns:
+            codes = F.pad(codes.view(torch.uint8), (0, columns, 0, rows)).view(E4M3.dtype)
         return cls(
             plain=layer.without_input_quantizer(),
-            codes=codes if rows or columns else layer.codes,
+            codes=codes,
             scale=F.pad(layer.scale.view(-1), (0, rows)),
             bias=None if layer.bias is None else F.pad(layer.bias.float(), (0, rows)),
             input_scale=layer.inputs.scale,

@@ -51,8 +51,9 @@ class WeightSource(Protocol):
 class WeightReader:
     """Reads tensors of one checkpoint for one device and activation dtype.
 
-    `inputs` says how to round the inputs of linears, if at all. On a GPU those of up to `few_rows`
-    rows are left alone.
+    `inputs` says how to round the inputs of linears, if at all. They are multiplied in 8 bits where
+    there are more than `few_rows` rows, and fewer are left alone; with None they are rounded to
+    values of their own dtype.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class WeightReader:
         device: torch.device,
         dtype: torch.dtype,
         inputs: QuantSpec | None = None,
-        few_rows: int = 0,
+        few_rows: int | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.device = device
@@ -116,7 +117,7 @@ class WeightReader:
 
     def _on_device(self, layer: Fp8Linear) -> Linear:
         layer = layer.to(self.device)
-        if self.device.type != "cuda" or layer.inputs is None:
+        if self._few_rows is None:
             return layer
         scaled = ScaledLinear.wrap(layer, self._few_rows)
         if scaled is not None:

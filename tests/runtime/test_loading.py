@@ -8,11 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import CheckpointError, QuantKitError, UnsupportedError
+from quantkit.ops import CUDA_FEW_ROWS
+from quantkit.runtime import loading
 from quantkit.runtime.decoder import Decoder
 from quantkit.runtime.loading import load_engine, resolve_device
+from quantkit.runtime.scaled_linear import ScaledLinear
+from quantkit.runtime.weights import WeightReader
 from tests import checkpoints, tiny
 
+Q_PROJ = "model.layers.0.self_attn.q_proj"
 UP = "model.layers.1.mlp.up_proj"
 NORM = "model.layers.0.input_layernorm.weight"
 
@@ -215,3 +221,38 @@ def test_every_refusal_is_one_of_ours(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(QuantKitError, match=r"model\.safetensors"):
         load_engine(folder)
+
+
+@pytest.mark.parametrize(
+    ("activations", "dtype", "capability", "few_rows"),
+    [
+        ("auto", torch.bfloat16, (9, 0), CUDA_FEW_ROWS),
+        ("quantized", torch.float16, (8, 9), 0),
+        ("auto", torch.float32, (9, 0), None),  # no kernel gives float32
+        ("quantized", torch.bfloat16, (8, 0), None),  # no 8-bit matrix instruction
+        ("full", torch.bfloat16, (9, 0), CUDA_FEW_ROWS),
+    ],
+)
+def test_inputs_are_multiplied_in_8_bits_where_a_gpu_can(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    activations: str,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    few_rows: int | None,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(loading, "load_cuda_kernels", lambda: True)
+    in_8_bits = loading._multiplies_8_bits(torch.device("cuda"), dtype)
+    assert in_8_bits == (few_rows is not None)
+    checkpoint = open_checkpoint(folder)
+    spec = loading._input_spec(checkpoint, activations, in_8_bits)
+    rounds = activations == "quantized" or (activations == "auto" and in_8_bits)
+    assert spec == (checkpoint.scheme.inputs if rounds else None)
+    reader = WeightReader(checkpoint, torch.device("cpu"), dtype, spec, few_rows)
+    rows = [reader.checkpoint.shape(f"{Q_PROJ}.weight")[0]]
+    columns = reader.checkpoint.shape(f"{Q_PROJ}.weight")[1]
+    layer = reader.linear([Q_PROJ], rows, columns, bias=False)
+    assert isinstance(layer, ScaledLinear) == (rounds and in_8_bits)
+    if isinstance(layer, ScaledLinear):
+        assert layer.few_rows == (CUDA_FEW_ROWS if activations == "auto" else 0)
