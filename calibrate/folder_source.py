@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import pickle
-import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,23 +20,11 @@ from quantkit.calibrate.source import (
 )
 from quantkit.errors import SourceError
 from quantkit.shards import INDEX_NAME, SINGLE_NAME, ShardReader, read_json
-from quantkit.staging import MARKER
+from quantkit.side_files import copy_side_files
 
 logger = logging.getLogger("quantkit")
 
 BIN_NAME = "pytorch_model.bin"
-WEIGHT_PATTERNS = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "pytorch_model*.bin",
-    "pytorch_model*.bin.index.json",
-    "consolidated*.pth",
-    "*.gguf",
-    "*.onnx*",
-    "tf_model*.h5*",
-    "flax_model*.msgpack*",
-)
-"""Weights in any form; every other file of the source is carried over."""
 
 
 class _Tensors(Protocol):
@@ -165,19 +152,7 @@ class FolderSource:
 
     def write_side_files(self, folder: Path) -> None:
         """Copy every file that is neither config.json nor weights, byte for byte."""
-        results = {marker.parent for marker in self.path.rglob(MARKER)} - {self.path}
-        for file in sorted(self.path.rglob("*")):
-            relative = file.relative_to(self.path)
-            hidden = any(part.startswith(".") for part in relative.parts)
-            if hidden or not file.is_file() or relative == Path("config.json"):
-                continue
-            if results.intersection(file.parents):
-                continue  # an earlier result, written below its own source
-            if any(file.match(pattern) for pattern in WEIGHT_PATTERNS):
-                continue
-            target = folder / relative
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, target)
+        copy_side_files(self.path, folder)
 
     def load_model(self, dtype: torch.dtype) -> Any:
         """Load the whole model through transformers; raises SourceError if a tensor is missing."""

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SHARED = ("errors", "numerics", "scheme", "staging", "tensor_file", "shards", "checkpoint")
+SHARED = (
+    "errors", "numerics", "scheme", "staging", "tensor_file", "shards", "side_files", "checkpoint",
+)  # fmt: skip
 OPS = (
     "extension", "op_checks", "ops", "dense_ops", "attention_ops", "cache_ops", "row_ops",
     "scaled_ops", "sampling_ops", "decoder_ops", "probe_ops",
@@ -41,7 +43,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "staging": ("errors",),
     "tensor_file": ("errors", "staging"),
     "shards": ("errors", "staging", "tensor_file"),
-    "checkpoint": ("errors", "numerics", "scheme", "shards"),
+    "side_files": ("staging",),
+    "containers": ("errors", "numerics", "scheme", "shards", "containers"),
+    "checkpoint": ("errors", "numerics", "scheme", "containers", "shards"),
     "calibrate": (*SHARED, "calibrate"),
     "extension": (),
     "op_checks": ("errors",),
