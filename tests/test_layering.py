@@ -13,13 +13,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SHARED = (
-    "errors", "numerics", "scheme", "staging", "tensor_file", "shards", "side_files", "checkpoint",
+    "errors", "numerics", "scheme", "containers", "staging", "tensor_file", "shards", "side_files",
+    "checkpoint", "model_names", "experts",
 )  # fmt: skip
 OPS = (
     "extension", "op_checks", "ops", "dense_ops", "attention_ops", "cache_ops", "row_ops",
     "scaled_ops", "sampling_ops", "decoder_ops", "probe_ops",
 )  # fmt: skip
-RUNTIME = ("errors", "numerics", "scheme", "shards", "checkpoint", *OPS, "runtime")
+RUNTIME = (
+    "errors", "numerics", "scheme", "shards", "checkpoint", "model_names", "experts", *OPS, "runtime",
+)  # fmt: skip
 EVERYTHING = (
     *SHARED,
     "calibrate",
@@ -30,6 +33,7 @@ EVERYTHING = (
     "export",
     "evaluate",
     "inspection",
+    "lint",
     "bench",
     "cli",
 )
@@ -46,6 +50,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "side_files": ("staging",),
     "containers": ("errors", "numerics", "scheme", "shards", "containers"),
     "checkpoint": ("errors", "numerics", "scheme", "containers", "shards"),
+    "model_names": (),
+    "experts": ("model_names",),
     "calibrate": (*SHARED, "calibrate"),
     "extension": (),
     "op_checks": ("errors",),
@@ -61,9 +67,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "runtime": RUNTIME,
     "speculative": (*RUNTIME, "staging", "speculative"),
     "load": (*RUNTIME, "speculative"),
-    "export": (*SHARED, "calibrate", *OPS, "runtime", "export"),
+    "export": (*SHARED, "calibrate", "inspection", "lint", "export"),
     "evaluate": (*SHARED, "calibrate", *OPS, "runtime", "evaluate"),
     "inspection": ("errors", "shards", "staging", "inspection"),
+    "lint": ("errors", "scheme", "shards", "tensor_file", "lint"),
     "bench": (*SHARED, "calibrate", *OPS, "runtime", "bench"),
     "cli": (*EVERYTHING, "__init__"),
     "__main__": ("cli",),
@@ -151,6 +158,7 @@ def test_no_file_imports_calibrate_under_another_name(folder: str) -> None:
         ("quantkit.cli.main", {"torch", *HEAVY}),
         ("quantkit.calibrate", HEAVY),
         ("quantkit.inspection", {*HEAVY, "matplotlib", "jinja2"}),
+        ("quantkit.lint", {*HEAVY, "rich"}),
         ("quantkit.runtime.model", {*HEAVY, "quantkit.calibrate"}),
     ],
 )

@@ -17,9 +17,11 @@ import typer
 from quantkit import __version__
 from quantkit.cli.bench import bench
 from quantkit.cli.calibrate import calibrate
+from quantkit.cli.check import check
 from quantkit.cli.console import close_stdout, note, open_console
 from quantkit.cli.draft import draft
 from quantkit.cli.eval import evaluate
+from quantkit.cli.export import export
 from quantkit.cli.generate import generate
 from quantkit.cli.inspect import inspect
 from quantkit.errors import QuantKitError
@@ -33,6 +35,8 @@ app = typer.Typer(
     help="FP8 quantization of language models, and a runtime for the result.",
 )
 app.command("calibrate")(calibrate)
+app.command("check")(check)
+app.command("export")(export)
 app.command("inspect")(inspect)
 app.command("eval")(evaluate)
 app.command("generate")(generate)

@@ -1,0 +1,51 @@
+"""Apply all rules to one checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from quantkit.errors import UnsupportedError, nearest
+from quantkit.lint.engines import ENGINES
+from quantkit.lint.finding import Finding, merged
+from quantkit.lint.report import Report
+from quantkit.lint.rules import RULES
+from quantkit.lint.subject import Subject, open_subject
+
+
+def lint(path: str | Path, engines: Iterable[str] = ENGINES, tensor_parallel: int = 1) -> Report:
+    """Say what keeps engines from running a checkpoint as it was calibrated.
+
+    Reads JSON files, the headers of safetensors files, and scales; loads no model and writes
+    nothing. Raises CheckpointError for what is no checkpoint's folder, and UnsupportedError for an
+    unknown engine or a number of GPUs below 1.
+    """
+    chosen = _checked(engines, tensor_parallel)
+    subject = open_subject(Path(path), tensor_parallel)
+    findings = merged(_narrowed(subject, chosen))
+    return Report(str(path), chosen, tensor_parallel, tuple(findings))
+
+
+def _checked(engines: Iterable[str], tensor_parallel: int) -> tuple[str, ...]:
+    chosen = tuple(dict.fromkeys(engines))
+    for engine in chosen:
+        if engine not in ENGINES:
+            hint = nearest(engine, ENGINES)
+            raise UnsupportedError(
+                f"engine {engine!r} is not known{hint}; known: {', '.join(ENGINES)}"
+            )
+    if not chosen:
+        raise UnsupportedError(f"no engine to check for; known: {', '.join(ENGINES)}")
+    if tensor_parallel < 1:
+        raise UnsupportedError(f"--tp must be at least 1, got {tensor_parallel}")
+    return chosen
+
+
+def _narrowed(subject: Subject, engines: tuple[str, ...]) -> Iterator[Finding]:
+    """Yield what the rules find, for the chosen engines only."""
+    for rule in RULES:
+        for finding in rule(subject):
+            concerned = tuple(engine for engine in finding.engines if engine in engines)
+            if concerned:
+                yield replace(finding, engines=concerned)

@@ -1,0 +1,171 @@
+"""Rules on shapes: what engines divide, by blocks and by GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from quantkit.lint.documents import whole_number
+from quantkit.lint.engines import COMPRESSED_TENSORS, FP8, SERVERS, SGLANG, VLLM
+from quantkit.lint.finding import Finding, error
+from quantkit.lint.linears import COLUMN_PARALLEL, ROW_PARALLEL, Linear
+from quantkit.lint.subject import Subject
+
+FEWER = "serve it on another number of GPUs"
+BLOCK_SERVERS = (VLLM, SGLANG)
+INPUT_GROUP = 128
+
+
+def heads(subject: Subject) -> Iterator[Finding]:
+    """vLLM: config/model.py, verify_with_parallel_config, and linear.py, QKVParallelLinear.
+
+    SGLang: linear.py, QKVParallelLinear. KV heads are cut where there are enough, else copied.
+    """
+    gpus, config = subject.tensor_parallel, subject.folder.text_config
+    queries = whole_number(config.get("num_attention_heads")) or 0
+    shared = whole_number(config.get("num_key_value_heads")) or queries
+    if queries % gpus:
+        problem = f"is {queries}, not divisible by --tp {gpus}"
+        yield error("tp-heads", SERVERS, "config.json: num_attention_heads", problem, FEWER)
+    elif shared and (shared % gpus if gpus < shared else gpus % shared):
+        problem = f"is {shared}: neither divides --tp {gpus} nor is divided by it"
+        yield error("tp-kv-heads", SERVERS, "config.json: num_key_value_heads", problem, FEWER)
+
+
+def divisible(subject: Subject) -> Iterator[Finding]:
+    """In vLLM and SGLang: linear.py, divide asserts for the cut side of every linear."""
+    gpus = subject.tensor_parallel
+    for linear in subject.linears.by_name.values():
+        if linear.leaf in ("k_proj", "v_proj", "qkv_proj") or linear.is_head:
+            continue  # see `heads`; the vocabulary is padded
+        size, side = _cut_side(linear)
+        if size % gpus:
+            problem = f"has {size} {side}, not divisible by --tp {gpus}"
+            yield error("tp-size", SERVERS, linear.weight.name, problem, FEWER)
+
+
+def _cut_side(linear: Linear) -> tuple[int, str]:
+    if linear.leaf in COLUMN_PARALLEL:
+        return linear.rows, "rows"
+    if linear.leaf in ROW_PARALLEL:
+        return linear.columns, "columns"
+    return 0, ""
+
+
+def shard_rows(subject: Subject, linear: Linear) -> int:
+    """Return how many rows of a column-parallel linear one GPU holds."""
+    gpus, config = subject.tensor_parallel, subject.folder.text_config
+    kv_heads = whole_number(config.get("num_key_value_heads"))
+    kv_heads = kv_heads or whole_number(config.get("num_attention_heads"))
+    if linear.leaf in ("k_proj", "v_proj") and kv_heads:
+        return linear.rows // kv_heads * max(1, kv_heads // gpus)
+    return linear.rows // gpus
+
+
+def block_rows(subject: Subject) -> Iterator[Finding]:
+    """Blocks of scales must not be cut.
+
+    vLLM: fp8_utils.py, validate_fp8_block_shape, for experts validate_fp8_block_shape_moe; SGLang:
+    fp8_utils.py, the same. The last of several fused linears may end in part of a block unless
+    GPUs share it, not so in SGLang's fp8.py, validate_block_quant_shapes.
+    """
+    for linears in _column_groups(subject):
+        for linear in linears:
+            block = linear.group.block if linear.group else None
+            rows = shard_rows(subject, linear)
+            if block is None or not linear.is_coded or rows % block[0] == 0:
+                continue
+            engines = _row_engines(subject, linears, linear)
+            if engines:
+                shard = (
+                    f" on each of {subject.tensor_parallel} GPUs"
+                    if subject.tensor_parallel > 1
+                    else ""
+                )
+                fused = f", fused with {_others(linears, linear)}" if len(linears) > 1 else ""
+                problem = f"has {rows} rows{shard}{fused}: not a multiple of the block's {block[0]}"
+                advice = "use scales per channel for this model" if not shard else FEWER
+                yield error("block-rows", engines, linear.weight.name, problem, advice)
+
+
+def _row_engines(subject: Subject, linears: list[Linear], linear: Linear) -> tuple[str, ...]:
+    engines = subject.loaders(*BLOCK_SERVERS)
+    if subject.tensor_parallel > 1 or _is_expert(linear):
+        return engines
+    if len(linears) == 1:
+        return ()
+    if linear is linears[-1]:
+        is_strict = subject.quantization.method == FP8
+        return tuple(e for e in engines if is_strict and e == SGLANG)
+    return engines
+
+
+def _is_expert(linear: Linear) -> bool:
+    return ".experts." in linear.module
+
+
+def _others(linears: list[Linear], linear: Linear) -> str:
+    return ", ".join(other.leaf for other in linears if other is not linear)
+
+
+def _column_groups(subject: Subject) -> Iterator[list[Linear]]:
+    """Yield column-parallel linears, those that are fused together."""
+    fused = list(subject.linears.fused())
+    yield from fused
+    known = {linear.module for linears in fused for linear in linears}
+    for module, linear in subject.linears.by_name.items():
+        if module not in known and linear.leaf in COLUMN_PARALLEL:
+            yield [linear]
+
+
+def block_columns(subject: Subject) -> Iterator[Finding]:
+    """Inputs are quantized in groups of 128, on each GPU by itself.
+
+    vLLM: fp8_utils.py, per_token_group_quant_fp8 asserts, and validate_fp8_block_shape for cut
+    inputs; SGLang: fp8_kernel.py, per_token_group_quant_fp8.
+    """
+    gpus = subject.tensor_parallel
+    for linear in subject.linears.coded:
+        if linear.group is None or linear.group.strategy != "block":
+            continue
+        columns = linear.columns // gpus if linear.leaf in ROW_PARALLEL else linear.columns
+        wide = linear.group.block[1] if linear.group.block else INPUT_GROUP
+        if columns % wide == 0:
+            continue
+        shard = f" on each of {gpus} GPUs" if columns != linear.columns else ""
+        problem = f"has {columns} columns{shard}: not a multiple of the inputs' groups of {wide}"
+        advice = FEWER if shard and linear.columns % wide == 0 else "use scales per channel"
+        engines = subject.loaders(*BLOCK_SERVERS)
+        yield error("block-columns", engines, linear.weight.name, problem, advice)
+
+
+def alignment(subject: Subject) -> Iterator[Finding]:
+    """SGLang: fp8_utils.py, apply_fp8_linear calls torch._scaled_mm for scales per tensor.
+
+    torch wants both sides of the matrix to be multiples of 16 there. vLLM pads (cutlass.py), and
+    other granularities have kernels for any size.
+    """
+    if subject.quantization.method != COMPRESSED_TENSORS:
+        return
+    for linears in _one_by_one_or_fused(subject):
+        first = linears[0]
+        if not first.is_coded or first.group is None or first.group.strategy != "tensor":
+            continue
+        columns = first.columns // (subject.tensor_parallel if first.leaf in ROW_PARALLEL else 1)
+        rows = sum(
+            shard_rows(subject, linear) if linear.leaf in COLUMN_PARALLEL else linear.rows
+            for linear in linears
+        )
+        if rows % 16 or columns % 16:
+            problem = f"is {rows} x {columns} on a GPU, fused: both must be multiples of 16"
+            advice = "use scales per channel"
+            yield error("alignment", (SGLANG,), first.weight.name, problem, advice)
+
+
+def _one_by_one_or_fused(subject: Subject) -> Iterator[list[Linear]]:
+    fused = list(subject.linears.fused())
+    yield from fused
+    known = {linear.module for linears in fused for linear in linears}
+    yield from ([line] for name, line in subject.linears.by_name.items() if name not in known)
+
+
+RULES = (heads, divisible, block_rows, block_columns, alignment)
