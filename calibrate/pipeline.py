@@ -36,6 +36,7 @@ from quantkit.calibrate.sensitivity import Sensitivity
 from quantkit.calibrate.skeleton import Skeleton
 from quantkit.calibrate.source import ModelSource, fingerprint, open_source
 from quantkit.checkpoint import cached_layers
+from quantkit.containers import default_container
 from quantkit.errors import CalibrationError, CheckpointError, DataError, UnsupportedError
 from quantkit.shards import MAX_SHARD_BYTES, ShardWriter, write_json
 from quantkit.staging import StagedFolder, check_destination, check_free_space
@@ -288,7 +289,8 @@ def _config_json(report: Report, source: ModelSource, dtype: torch.dtype | None)
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = str(dtype).removeprefix("torch.")
     plan, formats = report.plan, report.formats
-    config["quantization_config"] = plan.recipe.scheme(plan.ignored, formats).to_config()
+    scheme = plan.recipe.scheme(plan.ignored, formats)
+    config["quantization_config"] = default_container(scheme).to_config(scheme)
     return config
 
 

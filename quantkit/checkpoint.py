@@ -1,6 +1,6 @@
 """A quantized checkpoint on disk: what its tensors mean, and whether they can be trusted.
 
-The container is compressed-tensors `float-quantized` in safetensors. Reading never guesses: a
+The format is that of any container that quantkit knows, in safetensors. Reading never guesses: a
 tensor in FP8 without its scale, a declared KV cache without scales, or a scale that is not finite
 and positive is an error that names the tensor.
 """
@@ -16,20 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.containers import IgnoreList, Shape, read_scheme
 from quantkit.errors import CheckpointError
 from quantkit.numerics import Tile, dequantize, expand_scale
-from quantkit.scheme import QuantSpec, Scheme
+from quantkit.scheme import QuantSpec
 from quantkit.shards import INDEX_NAME, ShardReader, read_json
 
-KV_SCALE_NAMES = {
-    "k_scale": ("k_scale", "k_proj.k_scale", "k_proj.output_scale"),
-    "v_scale": ("v_scale", "v_proj.v_scale", "v_proj.output_scale"),
-}
-"""Where each KV scale may be found below an attention module; ours comes first."""
+AGAIN = "run 'quantkit calibrate' again, or download the folder again"
 OUTLIER_COLUMNS, OUTLIER_WEIGHT = "outlier_columns", "outlier_weight"
 """Beside a weight: which input channels are not in its codes, int32 [n], and theirs [N, n]."""
 STORED_AS = {"e4m3": "F8_E4M3", "e5m2": "F8_E5M2", "e3m4": "U8"}
 """How safetensors calls the codes of each format; it has no name for E3M4."""
+BESIDE_WEIGHTS = re.compile(
+    r"\.(weight_scale|weight_scale_inv|input_scale|activation_scale|output_scale|prob_output_scale"
+    r"|[qkv]_scale|kv_scale|outlier_columns|outlier_weight)$"
+)
+"""Names of tensors that are part of how others are quantized, in any container."""
+_EXPONENTS = "F8_E8M0"
+"""What safetensors calls scales that are powers of two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,19 +84,14 @@ class Checkpoint:
     def __init__(self, path: Path, kv: bool = True) -> None:
         self.path = path
         self.config = read_json(path / "config.json")
-        block = self.config.get("quantization_config")
-        if not isinstance(block, dict):
-            raise CheckpointError(
-                f"{path / 'config.json'} has no quantization_config; quantize the model first with "
-                "'quantkit calibrate'"
-            )
-        self.scheme = Scheme.from_config(block)
+        self.container, self.scheme = read_scheme(self.config, path)
         self._shards = ShardReader(path)
         self._check_no_strays()
-        self.quantized = self._quantized_modules()
+        self._weight_scales = self._find_weights()
+        self.quantized = list(self._weight_scales)
         for module in self.quantized:
             self._check_module(module)
-        self._kv_names = self._find_kv_scales() if kv and self.scheme.kv else {}
+        self._kv = self._find_kv_scales() if kv and self.scheme.kv else {}
 
     @property
     def names(self) -> list[str]:
@@ -112,19 +111,16 @@ class Checkpoint:
 
     def weight(self, module: str) -> QuantizedWeight:
         """Return the quantized linear layer `module` (a name from `quantized`)."""
-        bias, input_scale = f"{module}.bias", f"{module}.input_scale"
-        columns = f"{module}.{OUTLIER_COLUMNS}"
+        bias, columns = f"{module}.bias", f"{module}.{OUTLIER_COLUMNS}"
         spec, codes = self.scheme.weights_of(module), self.tensor(f"{module}.weight")
-        # Some tools store one scale as a scalar.
-        scale = self.tensor(f"{module}.weight_scale").float()
+        scale = self.tensor(self._weight_scales[module]).float()
+        inputs = self._scale_name(module, "input_scale")
         return QuantizedWeight(
             codes=codes,
             scale=scale.reshape(spec.scale_shape(*codes.shape)),
             spec=spec,
             bias=self.tensor(bias) if bias in self else None,
-            input_scale=self.tensor(input_scale).float().reshape(1)
-            if input_scale in self
-            else None,
+            input_scale=self.tensor(inputs).float().reshape(1) if inputs else None,
             columns=self.tensor(columns) if columns in self else None,
             exact=self.tensor(f"{module}.{OUTLIER_WEIGHT}") if columns in self else None,
         )
@@ -134,12 +130,16 @@ class Checkpoint:
 
         Raises CheckpointError when the checkpoint declares no FP8 KV cache.
         """
-        if layer not in self._kv_names:
+        if layer not in self._kv:
             raise CheckpointError(
                 f"{self.path} has no KV cache scales for layer {layer}; calibrate with --kv fp8"
             )
-        key, value = self._kv_names[layer]
+        _, key, value = self._kv[layer]
         return self.tensor(key).float().reshape(-1), self.tensor(value).float().reshape(-1)
+
+    def kv_modules(self) -> dict[int, str]:
+        """Return the decoder layers with KV scales, each with the name of its attention module."""
+        return {layer: attention for layer, (attention, _, _) in self._kv.items()}
 
     def _check_no_strays(self) -> None:
         used = set(self._shards.files)
@@ -149,22 +149,50 @@ class Checkpoint:
                     f"{file} belongs to no index; remove it, or restore {INDEX_NAME}"
                 )
 
-    def _quantized_modules(self) -> list[str]:
-        modules = []
+    def _find_weights(self) -> dict[str, str]:
+        """Return the modules with FP8 weights, each with the name of its scale."""
+        found, ignored = {}, IgnoreList(self.scheme.ignore)
         for name in self.names:
             module, _, leaf = name.rpartition(".")
-            is_coded = self._shards.dtype(name) == "U8" and leaf == "weight"
-            if not self._shards.dtype(name).startswith("F8_") and not is_coded:
-                continue
-            if leaf != "weight" or f"{module}.weight_scale" not in self:
-                raise CheckpointError(
-                    f"{self.path / self._shards.file_of(name)} has {name} in FP8 without "
-                    f"{module}.weight_scale; run 'quantkit calibrate' again"
-                )
-            modules.append(module)
-        if not modules:
+            if self._is_coded(name, leaf):
+                self._check_kept(ignored, name, module)
+                scale = self._scale_name(module, "weight_scale") if leaf == "weight" else None
+                if scale is None:
+                    missing = f"{module}.{self.container.names.weight_scale[0]}"
+                    raise CheckpointError(
+                        f"{self._where(name)} has {name} in FP8 without {missing}; {AGAIN}"
+                    )
+                found[module] = scale
+        if not found:
             raise CheckpointError(f"{self.path} declares quantization but has no FP8 weight")
-        return modules
+        return found
+
+    def _is_coded(self, name: str, leaf: str) -> bool:
+        dtype = self._shards.dtype(name)
+        if dtype == _EXPONENTS and leaf in self.container.names.weight_scale:
+            return False
+        return dtype.startswith("F8_") or (dtype == "U8" and leaf == "weight")
+
+    def _where(self, name: str) -> Path:
+        return self.path / self._shards.file_of(name)
+
+    def _check_kept(self, ignored: IgnoreList, name: str, module: str) -> None:
+        entry = ignored.entry_for(module)
+        if entry is not None:
+            raise CheckpointError(
+                f"{self._where(name)} has {name} in FP8, and config.json says that {entry!r} is "
+                f"not quantized; {AGAIN}"
+            )
+
+    def _scale_name(self, module: str, kind: str) -> str | None:
+        """Return the name of the stored weight_scale or input_scale of a module, if it has one."""
+        leaves: tuple[str, ...] = getattr(self.container.names, kind)
+        found = [f"{module}.{leaf}" for leaf in leaves if f"{module}.{leaf}" in self]
+        if len(found) > 1:
+            raise CheckpointError(
+                f"{self._where(found[0])} has {found[0]} and {found[1]}; only one can be meant"
+            )
+        return found[0] if found else None
 
     def _check_module(self, module: str) -> None:
         name = f"{module}.weight"
@@ -174,9 +202,11 @@ class Checkpoint:
         shape = self.shape(name)
         if len(shape) != 2:
             raise CheckpointError(f"{name} has shape {list(shape)}, expected two dimensions")
-        self._check_scale(f"{module}.weight_scale", self.scheme.weights.scale_shape(*shape))
+        shapes = self.container.weight_scale_shapes(self.scheme.weights, shape[0], shape[1])
+        self._check_scale(module, "weight_scale", shapes)
         if self.scheme.inputs is not None and not self.scheme.inputs.dynamic:
-            self._check_scale(f"{module}.input_scale", (1,))
+            shapes = self.container.input_scale_shapes()
+            self._check_scale(module, "input_scale", shapes)
         self._check_outliers(module, shape[0], shape[1])
 
     def _check_outliers(self, module: str, rows: int, columns: int) -> None:
@@ -185,9 +215,7 @@ class Checkpoint:
         if not found:
             return
         if len(found) == 1:
-            raise CheckpointError(
-                f"{self.path} has {found[0]} alone; run 'quantkit calibrate' again"
-            )
+            raise CheckpointError(f"{self.path} has {found[0]} alone; {AGAIN}")
         numbers = self.tensor(names[0])
         bad = numbers[(numbers < 0) | (numbers >= columns)]
         if bad.numel():
@@ -198,20 +226,22 @@ class Checkpoint:
                 f"{[rows, numbers.numel()]}"
             )
 
-    def _check_scale(self, name: str, expected: tuple[int, ...]) -> None:
-        if name not in self:
-            raise CheckpointError(f"{self.path} has no {name}; run 'quantkit calibrate' again")
+    def _check_scale(self, module: str, kind: str, expected: tuple[Shape, ...]) -> None:
+        name = self._scale_name(module, kind)
+        if name is None:
+            raise CheckpointError(f"{self.path} has no {module}.{kind}; {AGAIN}")
         shape = self.shape(name)
-        if shape != expected and not (shape == () and expected == (1,)):
-            raise CheckpointError(f"{name} has shape {list(shape)}, expected {list(expected)}")
+        if shape not in expected:
+            raise CheckpointError(f"{name} has shape {list(shape)}, expected {list(expected[0])}")
         check_scale(name, self.tensor(name))
 
-    def _find_kv_scales(self) -> dict[int, tuple[str, str]]:
-        found: dict[int, tuple[str, str]] = {}
+    def _find_kv_scales(self) -> dict[int, tuple[str, str, str]]:
+        """Return the attention module, k_scale and v_scale of each layer that has them."""
+        found: dict[int, tuple[str, str, str]] = {}
+        names = self.container.names
         bases = {
             name.removesuffix(f".{alias}")
-            for aliases in KV_SCALE_NAMES.values()
-            for alias in aliases
+            for alias in {*names.k_scale, *names.v_scale}
             for name in self.names
             if name.endswith(f".{alias}")
         }
@@ -220,8 +250,8 @@ class Checkpoint:
             number = re.search(r"\.(\d+)\.", base)
             if number is None:
                 continue
-            names = [self._kv_name(base, kind) for kind in ("k_scale", "v_scale")]
-            found[int(number.group(1))] = (names[0], names[1])
+            pair = (self._kv_name(base, names.k_scale), self._kv_name(base, names.v_scale))
+            found[int(number.group(1))] = (base, *pair)
         for layer in cached_layers(self.config):
             if layer not in found:
                 raise CheckpointError(
@@ -230,13 +260,13 @@ class Checkpoint:
                 )
         return found
 
-    def _kv_name(self, base: str, kind: str) -> str:
-        for alias in KV_SCALE_NAMES[kind]:
+    def _kv_name(self, base: str, aliases: tuple[str, ...]) -> str:
+        for alias in aliases:
             name = f"{base}.{alias}"
             if name in self:
                 check_scale(name, self.tensor(name))
                 return name
-        raise CheckpointError(f"{self.path} has no {base}.{kind}; run 'quantkit calibrate' again")
+        raise CheckpointError(f"{self.path} has no {base}.{aliases[0]}; {AGAIN}")
 
 
 def check_scale(name: str, scale: Tensor) -> None:
@@ -247,7 +277,7 @@ def check_scale(name: str, scale: Tensor) -> None:
         first = value[bad].flatten()[0].item()
         raise CheckpointError(
             f"{name} has {int(bad.sum())} of {value.numel()} scales that are not finite and > 0 "
-            f"(first: {first}); run 'quantkit calibrate' again"
+            f"(first: {first}); {AGAIN}"
         )
 
 
@@ -286,13 +316,10 @@ def read_checkpoint(path: str | Path, dtype: torch.dtype = torch.float32) -> dic
     """
     checkpoint = open_checkpoint(path, kv=False)
     quantized = {f"{module}.weight": module for module in checkpoint.quantized}
-    scales = re.compile(
-        r"\.(weight_scale|input_scale|[kqv]_scale|output_scale|outlier_columns|outlier_weight)$"
-    )
     plain: dict[str, Tensor] = {}
     for name in checkpoint.names:
         if name in quantized:
             plain[name] = checkpoint.weight(quantized[name]).dequantize(dtype)
-        elif not scales.search(name):
+        elif not BESIDE_WEIGHTS.search(name):
             plain[name] = checkpoint.tensor(name)
     return plain

@@ -1,8 +1,8 @@
-"""How tensors are quantized: Granularity, QuantSpec, Scheme, and their `quantization_config` form.
+"""How tensors are quantized: Granularity, QuantSpec, Scheme.
 
 A QuantSpec describes one tensor, a Scheme a whole model. Both are frozen values; they know shapes
-and names, not data. The JSON they turn into is compressed-tensors' `float-quantized` container,
-whose readers reject unknown keys inside a group, so nothing of ours is ever added there.
+and names, not data. A QuantSpec has one JSON form, compressed-tensors' own, which several
+containers use; how a whole Scheme is written is theirs to say (`quantkit.containers`).
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ FUSED_GROUPS: tuple[tuple[str, ...], ...] = (
     ("w1", "w3"),
 )
 """Sibling linears that read one input and that engines fuse into one matmul."""
+_FLOATS = (None, "torch.float32", "torch.bfloat16", "torch.float16")
+_ORDERS = (None, "weight", "static")
 PORTABLE_FORMAT = "e4m3"
-NATIVE_METHOD = "quantkit"
-"""The quant_method of checkpoints that only quantkit loads."""
+"""The format of weights that engines other than quantkit read."""
 
 
 class Granularity(StrEnum):
@@ -120,12 +121,7 @@ class QuantSpec:
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantSpec:
         """Parse the compressed-tensors form; raises CheckpointError on what is not 8-bit float."""
-        kind = (config.get("num_bits"), config.get("type"), config.get("symmetric", True))
-        if kind != (8, "float", True):
-            raise CheckpointError(
-                "quantization_config describes num_bits={}, type={}, symmetric={}; quantkit reads "
-                "symmetric 8-bit floats only".format(*kind)
-            )
+        _check_plain_float8(config)
         try:
             granularity = Granularity(config.get("strategy", "tensor"))
         except ValueError:
@@ -139,7 +135,7 @@ class QuantSpec:
             rows, columns = block or (0, 0)
             return cls(
                 granularity=granularity,
-                dynamic=bool(config.get("dynamic", False)),
+                dynamic=bool(config.get("dynamic")),
                 group_size=group,
                 block_shape=(int(rows), int(columns)) if block else None,
             )
@@ -148,6 +144,23 @@ class QuantSpec:
                 f"quantization_config has strategy {granularity.value!r} with group_size={group}, "
                 f"block_structure={block}: {error}"
             ) from None
+
+
+def _check_plain_float8(config: Mapping[str, Any]) -> None:
+    kind = (config.get("num_bits"), config.get("type"), config.get("symmetric", True))
+    if kind != (8, "float", True):
+        raise CheckpointError(
+            "quantization_config describes num_bits={}, type={}, symmetric={}; quantkit reads "
+            "symmetric 8-bit floats only".format(*kind)
+        )
+    # "local": a second level of scales; scale_dtype: scales in 8 bits; actorder: columns permuted.
+    known = {"dynamic": (False, True, None), "scale_dtype": _FLOATS, "actorder": _ORDERS}
+    for key, values in known.items():
+        if config.get(key) not in values:
+            raise CheckpointError(
+                f"quantization_config has {key}={config[key]!r}; quantkit reads 8-bit floats with "
+                "one level of plain scales"
+            )
 
 
 def _require(actual: Granularity, owner: Granularity, name: str, value: object) -> None:
@@ -174,7 +187,7 @@ class Scheme:
     formats: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raise RecipeError for what the portable container cannot say."""
+        """Raise RecipeError for what no portable container can say."""
         if not self.native and (self.formats or self.weights.format != PORTABLE_FORMAT):
             raise RecipeError(f"a portable checkpoint holds {PORTABLE_FORMAT!r} weights only")
 
@@ -182,92 +195,6 @@ class Scheme:
         """Return how the weight of one module is quantized."""
         name = self.formats.get(module)
         return self.weights if name is None else replace(self.weights, format=name)
-
-    def to_config(self) -> dict[str, Any]:
-        """Return the `quantization_config` block of config.json."""
-        if self.native:
-            return self._native_config()
-        group = {
-            "targets": ["Linear"],
-            "format": "float-quantized",
-            "weights": self.weights.to_config(),
-            "input_activations": self.inputs.to_config() if self.inputs else None,
-            "output_activations": None,
-        }
-        return {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "quantization_status": "compressed",
-            "global_compression_ratio": None,
-            "ignore": list(self.ignore),
-            "kv_cache_scheme": self.kv.to_config() if self.kv else None,
-            "config_groups": {"group_0": group},
-            "sparsity_config": {},
-            "transform_config": {},
-            "version": "0.17.0",
-        }
-
-    def _native_config(self) -> dict[str, Any]:
-        """Return a block that no other engine takes for its own."""
-        return {
-            "quant_method": NATIVE_METHOD,
-            "weights": {**self.weights.to_config(), "float_format": self.weights.format},
-            "input_activations": self.inputs.to_config() if self.inputs else None,
-            "kv_cache_scheme": self.kv.to_config() if self.kv else None,
-            "formats": dict(self.formats),
-            "ignore": list(self.ignore),
-        }
-
-    @classmethod
-    def _from_native(cls, config: Mapping[str, Any]) -> Scheme:
-        inputs, kv = config.get("input_activations"), config.get("kv_cache_scheme")
-        weights = config.get("weights") or {}
-        formats = dict(config.get("formats") or {})
-        try:
-            return cls(
-                weights=replace(
-                    QuantSpec.from_config(weights),
-                    format=weights.get("float_format", PORTABLE_FORMAT),
-                ),
-                inputs=QuantSpec.from_config(inputs) if inputs else None,
-                kv=QuantSpec.from_config(kv) if kv else None,
-                ignore=tuple(config.get("ignore") or ()),
-                native=True,
-                formats={name: _known_format(found) for name, found in formats.items()},
-            )
-        except RecipeError as error:
-            raise CheckpointError(f"quantization_config: {error}") from None
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Scheme:
-        """Parse a `quantization_config` block; raises CheckpointError on another container."""
-        if config.get("quant_method") == NATIVE_METHOD:
-            return cls._from_native(config)
-        method, container = config.get("quant_method"), config.get("format")
-        if method != "compressed-tensors" or container not in ("float-quantized", "dense"):
-            raise CheckpointError(
-                f"quantization_config has quant_method={method!r}, format={container!r}; quantkit "
-                f"reads 'compressed-tensors' with format 'float-quantized', and {NATIVE_METHOD!r}"
-            )
-        groups = list((config.get("config_groups") or {}).values())
-        if len(groups) != 1 or not groups[0].get("weights"):
-            raise CheckpointError(
-                f"quantization_config has {len(groups)} config groups; quantkit reads exactly one, "
-                "with weights"
-            )
-        inputs, kv = groups[0].get("input_activations"), config.get("kv_cache_scheme")
-        return cls(
-            weights=QuantSpec.from_config(groups[0]["weights"]),
-            inputs=QuantSpec.from_config(inputs) if inputs else None,
-            kv=QuantSpec.from_config(kv) if kv else None,
-            ignore=tuple(config.get("ignore") or ()),
-        )
-
-
-def _known_format(name: str) -> str:
-    if name not in FORMATS:
-        raise RecipeError(f"unknown format {name!r}; known: {', '.join(FORMATS)}")
-    return name
 
 
 def fused_siblings(module: str) -> tuple[str, ...]:

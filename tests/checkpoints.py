@@ -17,6 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 from quantkit.checkpoint import cached_layers, read_checkpoint
+from quantkit.containers import default_container
 from quantkit.numerics import amax_to_scale, quantize, tile_amax
 from quantkit.scheme import Granularity, QuantSpec, Scheme
 from quantkit.shards import ShardReader, ShardWriter, read_json, write_json
@@ -158,7 +159,8 @@ def quantize_folder(
     writer.finish()
     kv_spec = None if kv == "none" else QuantSpec(KV_GRANULARITIES[kv])
     written = replace(scheme, kv=kv_spec, ignore=ignored)
-    write_json(target / "config.json", {**config, "quantization_config": written.to_config()})
+    block = default_container(written).to_config(written)
+    write_json(target / "config.json", {**config, "quantization_config": block})
     return target
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quantkit.calibrate.recipe import load_recipe
 from quantkit.checkpoint import cached_layers, check_scale, open_checkpoint, read_checkpoint
+from quantkit.containers import default_container
 from quantkit.errors import CheckpointError
 from quantkit.numerics import E4M3, amax_to_scale, fake_quantize, quantize, tile_amax
 from quantkit.shards import ShardWriter, write_json
@@ -64,7 +65,8 @@ def save(
     for name, tensor in tensors.items():
         writer.add(name, tensor)
     writer.finish()
-    block = load_recipe(recipe).with_options(kv=kv).scheme(["lm_head"]).to_config()
+    scheme = load_recipe(recipe).with_options(kv=kv).scheme(["lm_head"])
+    block = default_container(scheme).to_config(scheme)
     base = {"num_hidden_layers": NUM_LAYERS, "quantization_config": block}
     write_json(folder / "config.json", base | config)
     return folder

@@ -13,17 +13,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint import OUTLIER_COLUMNS, OUTLIER_WEIGHT, Checkpoint, QuantizedWeight
+from quantkit.checkpoint import (
+    BESIDE_WEIGHTS,
+    OUTLIER_COLUMNS,
+    OUTLIER_WEIGHT,
+    Checkpoint,
+    QuantizedWeight,
+)
 from quantkit.errors import CheckpointError
 from quantkit.runtime.kv_cache import Scales
 from quantkit.runtime.layers import DenseLinear, Fp8Linear, Linear, check_codes
 from quantkit.runtime.scaled_linear import ScaledLinear
 from quantkit.scheme import QuantSpec
 
-_NOT_WEIGHTS = re.compile(
-    r"\.(weight_scale|input_scale|[kqv]_scale|output_scale|inv_freq|outlier_columns|outlier_weight)$"
-    r"|^lm_head\.weight$"
-)
+_NOT_WEIGHTS = re.compile(rf"{BESIDE_WEIGHTS.pattern}|\.inv_freq$|^lm_head\.weight$")
 """Scales come with their weights, frequencies from the config, a tied head from the embedding."""
 
 

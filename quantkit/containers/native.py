@@ -1,0 +1,64 @@
+"""Our own container: formats other than E4M3, and input channels beside the codes.
+
+Its quant_method is ours, so that no other engine takes it for its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from quantkit.containers.container import Container, check_readable, mapping, names_list
+from quantkit.errors import CheckpointError, RecipeError, UnsupportedError
+from quantkit.numerics import FORMATS
+from quantkit.scheme import PORTABLE_FORMAT, QuantSpec, Scheme
+
+
+class Native(Container):
+    """`quant_method: quantkit`."""
+
+    name = "native"
+    method = "quantkit"
+
+    def to_config(self, scheme: Scheme) -> dict[str, Any]:
+        """Return the block."""
+        if not scheme.native:
+            raise UnsupportedError(
+                "the scheme is portable; write it as compressed-tensors, which quantkit reads too"
+            )
+        return {
+            "quant_method": self.method,
+            "weights": {**scheme.weights.to_config(), "float_format": scheme.weights.format},
+            "input_activations": scheme.inputs.to_config() if scheme.inputs else None,
+            "kv_cache_scheme": scheme.kv.to_config() if scheme.kv else None,
+            "formats": dict(scheme.formats),
+            "ignore": list(scheme.ignore),
+        }
+
+    def from_config(self, block: Mapping[str, Any]) -> Scheme:
+        """Return the scheme."""
+        inputs, kv = block.get("input_activations"), block.get("kv_cache_scheme")
+        weights = mapping(block.get("weights"), "weights")
+        formats = mapping(block.get("formats") or {}, "formats")
+        try:
+            scheme = Scheme(
+                weights=replace(
+                    QuantSpec.from_config(weights),
+                    format=weights.get("float_format", PORTABLE_FORMAT),
+                ),
+                inputs=QuantSpec.from_config(mapping(inputs, "inputs")) if inputs else None,
+                kv=QuantSpec.from_config(mapping(kv, "kv_cache_scheme")) if kv else None,
+                ignore=names_list(block, "ignore"),
+                native=True,
+                formats={name: _known_format(found) for name, found in formats.items()},
+            )
+        except RecipeError as error:
+            raise CheckpointError(f"quantization_config: {error}") from None
+        return check_readable(scheme)
+
+
+def _known_format(name: str) -> str:
+    if name not in FORMATS:
+        raise RecipeError(f"unknown format {name!r}; known: {', '.join(FORMATS)}")
+    return name
