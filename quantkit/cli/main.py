@@ -21,6 +21,7 @@ from quantkit.cli.check import check
 from quantkit.cli.console import close_stdout, note, open_console
 from quantkit.cli.draft import draft
 from quantkit.cli.eval import evaluate
+from quantkit.cli.export import export
 from quantkit.cli.generate import generate
 from quantkit.cli.inspect import inspect
 from quantkit.errors import QuantKitError
@@ -35,6 +36,7 @@ app = typer.Typer(
 )
 app.command("calibrate")(calibrate)
 app.command("check")(check)
+app.command("export")(export)
 app.command("inspect")(inspect)
 app.command("eval")(evaluate)
 app.command("generate")(generate)
