@@ -120,4 +120,4 @@ def _shard_names(folder: Folder) -> Iterable[str]:
         names = {SINGLE_NAME}
     else:
         names = {file for file in folder.files if file.endswith(".safetensors")}
-    return sorted(name for name in names if (folder.path / name).is_file())
+    return sorted(name for name in names & folder.files if (folder.path / name).is_file())

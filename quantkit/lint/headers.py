@@ -94,7 +94,7 @@ def _entry(name: str, value: Any, path: Path, start: int) -> TensorEntry | str:
     """Return a tensor, or what is wrong with its fields."""
     value = value if isinstance(value, dict) else {}
     dtype, shape, span = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if dtype not in ITEM_BITS:
+    if not isinstance(dtype, str) or dtype not in ITEM_BITS:
         return f"has the dtype {dtype!r}, which safetensors does not know"
     if not isinstance(shape, list) or any(whole_number(size) is None for size in shape):
         return f"has the shape {shape!r}"

@@ -141,7 +141,7 @@ def _group(name: str, value: dict[str, Any]) -> Group:
     return Group(
         name,
         tuple(strings(value.get("targets"))),
-        strategy_of(fields),
+        strategy_of(fields) if isinstance(weights, dict) else None,
         is_fp8=(fields.get("num_bits", 8), fields.get("type")) == (8, "float"),
         static_inputs=bool(input_fields) and input_fields.get("dynamic") in (False, None),
         block=pair(fields.get("block_structure")),
@@ -156,7 +156,7 @@ def strategy_of(fields: dict[str, Any]) -> str | None:
     strategy, size = fields.get("strategy"), fields.get("group_size")
     if isinstance(strategy, str):
         return strategy.lower()
-    if not fields or strategy is not None:
+    if strategy is not None:
         return None
     if size is None:
         return "tensor"

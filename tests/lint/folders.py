@@ -6,6 +6,7 @@ A Llama of 2 layers (hidden 256, inner 512, 4 heads of 64, 2 KV heads, vocabular
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -172,7 +173,8 @@ def compressed(weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[s
 
 
 def draft(tensors: dict[str, Tensor], block: dict[str, Any]) -> Draft:
-    return Draft({**CONFIG, "quantization_config": block}, tensors, side_files())
+    config = {**copy.deepcopy(CONFIG), "quantization_config": block}
+    return Draft(config, tensors, side_files())
 
 
 def channel_grid(rows: int, columns: int) -> tuple[int, ...]:

@@ -90,10 +90,12 @@ def _contradictions(fields: dict[str, Any], strategy: str) -> Iterator[tuple[str
     is_grouped = strategy in ("group", "tensor_group")
     if dynamic not in (True, False, "local"):
         yield "dynamic", f"is {dynamic!r}, expected true, false or 'local'"
-    if strategy == "token" and dynamic is False:
+    elif strategy == "token" and not dynamic:
         yield "dynamic", "is false, and strategy 'token' is dynamic"
-    if dynamic is True and strategy not in ("token", "tensor", "tensor_group", "group"):
-        yield "dynamic", f"is true, and strategy {strategy!r} is static"
+    elif dynamic and strategy not in ("token", "tensor", "tensor_group", "group"):
+        yield "dynamic", f"is {dynamic!r}, and strategy {strategy!r} is static"
+    elif dynamic == "local" and strategy != "tensor_group":
+        yield "dynamic", f"is 'local', and strategy {strategy!r} takes true or false"
     if size is not None and (isinstance(size, bool) or not isinstance(size, int)):
         yield "group_size", f"is {size!r}, expected a number or null"
     elif is_grouped and (size is None or size <= 0):
@@ -160,28 +162,31 @@ def unsupported_scheme(subject: Subject) -> Iterator[Finding]:
     for group in _groups(subject):
         if group.weights is None or not group.is_fp8:
             continue
-        for engine, problem in _unsupported(group, group.weights):
+        for engines, problem in _unsupported(group, group.weights):
             place = subject.key("config_groups", group.name)
-            advice = "export it as --format modelopt" if engine == TENSORRT else "quantize again"
-            yield error("unsupported-scheme", (engine,), place, problem, advice)
+            is_exportable = engines == (TENSORRT,)
+            advice = "export it as --format modelopt" if is_exportable else "quantize it again"
+            yield error("unsupported-scheme", engines, place, problem, advice)
 
 
-def _unsupported(group: Group, weights: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _unsupported(group: Group, weights: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
     servers = (VLLM, SGLANG)
     if weights.get("symmetric", True) is not True or weights.get("dynamic", False) is not False:
-        yield from ((e, "has weights that are not symmetric and static") for e in servers)
+        yield servers, "has weights that are not symmetric and static"
     elif group.strategy not in ("tensor", "channel", "block"):
-        yield from ((e, f"has weights per {group.strategy}") for e in servers)
+        yield servers, f"has weights per {group.strategy}"
     elif group.inputs is None and group.strategy == "block":
-        yield SGLANG, "has weights per block and inputs that are not quantized"
+        yield (SGLANG,), "has weights per block and inputs that are not quantized"
     elif group.static_inputs and not _is_plain_static(group):
-        yield from ((e, "has static inputs that are not one scale per tensor") for e in servers)
-    words = (group.strategy, strategy_of(group.inputs or {}))
+        yield servers, "has static inputs that are not one scale per tensor"
+    words = (group.strategy, None if group.inputs is None else strategy_of(group.inputs))
     if words == ("block", "group") and mapping(group.inputs).get("group_size") != 128:
-        yield TENSORRT, "has input groups that are not of 128 features"
+        yield (TENSORRT,), "has input groups that are not of 128 features"
     elif words not in (("channel", "token"), ("block", "group")):
-        inputs = f"inputs per {words[1]}" if group.inputs else "inputs that are not quantized"
-        yield TENSORRT, f"has weights per {words[0]} and {inputs}"
+        inputs = (
+            "inputs that are not quantized" if group.inputs is None else f"inputs per {words[1]}"
+        )
+        yield (TENSORRT,), f"has weights per {words[0]} and {inputs}"
 
 
 def _is_plain_static(group: Group) -> bool:

@@ -33,17 +33,18 @@ def ignored_but_coded(subject: Subject) -> Iterator[Finding]:
     if not subject.is_checked:
         return
     for linear in subject.linears.coded:
-        for engine in subject.loaders():
-            entries = quantization.ignoring(engine, linear.module)
-            if entries:
-                problem = f"is in 8 bits, and {quantization.ignore_key} has {entries[0]!r}"
-                yield error(
-                    "ignored-but-quantized",
-                    (engine,),
-                    linear.weight.name,
-                    f"{problem}: the scale is not applied",
-                    _narrower(entries[0], quantization.ignore_key),
-                )
+        entries = {e: quantization.ignoring(e, linear.module) for e in subject.loaders()}
+        engines = tuple(engine for engine, found in entries.items() if found)
+        if engines:
+            entry = entries[engines[0]][0]
+            problem = f"is in 8 bits, and {quantization.ignore_key} has {entry!r}"
+            yield error(
+                "ignored-but-quantized",
+                engines,
+                linear.weight.name,
+                f"{problem}: the scale is not applied",
+                _narrower(entry, quantization.ignore_key),
+            )
 
 
 def _narrower(entry: str, key: str) -> str:
@@ -67,16 +68,20 @@ def plain_and_not_ignored(subject: Subject) -> Iterator[Finding]:
     for linear in subject.linears.plain:
         if linear.group is None:
             continue
-        for engine in _expecting_codes(subject, linear):
-            if not quantization.ignoring(engine, linear.module):
-                problem = f"is {linear.weight.dtype}, and {key} does not name it"
-                yield error(
-                    "unquantized-not-ignored",
-                    (engine,),
-                    linear.weight.name,
-                    f"{problem}: the engine expects 8 bits and a scale",
-                    f"add {linear.module!r} to {key}",
-                )
+        engines = tuple(
+            engine
+            for engine in _expecting_codes(subject, linear)
+            if not quantization.ignoring(engine, linear.module)
+        )
+        if engines:
+            problem = f"is {linear.weight.dtype}, and {key} does not name it"
+            yield error(
+                "unquantized-not-ignored",
+                engines,
+                linear.weight.name,
+                f"{problem}: the engine expects 8 bits and a scale",
+                f"add its module to {key}",
+            )
 
 
 def _expecting_codes(subject: Subject, linear: Linear) -> tuple[str, ...]:
@@ -188,19 +193,22 @@ def ignored_in_part(subject: Subject) -> Iterator[Finding]:
     if not subject.is_checked:
         return
     for linears in subject.linears.fused():
-        for engine in subject.loaders(VLLM, SGLANG):
-            named = [bool(quantization.ignoring(engine, linear.module)) for linear in linears]
-            if any(named) and not all(named):
-                first = linears[named.index(False)]
-                others = ", ".join(linear.leaf for linear in linears)
-                problem = f"{quantization.ignore_key} names only some of {others}"
-                yield error(
-                    "ignore-splits-group",
-                    (engine,),
-                    first.module,
-                    f"{problem}: the engine refuses to start",
-                    "name all of them, or none",
-                )
+        engines = tuple(e for e in subject.loaders(VLLM, SGLANG) if _splits(subject, e, linears))
+        if engines:
+            others = ", ".join(linear.leaf for linear in linears)
+            problem = f"is of {others}, of which {quantization.ignore_key} names only some"
+            yield error(
+                "ignore-splits-group",
+                engines,
+                linears[0].module,
+                f"{problem}: the engine refuses to start",
+                "name all of them, or none",
+            )
+
+
+def _splits(subject: Subject, engine: str, linears: list[Linear]) -> bool:
+    named = [bool(subject.quantization.ignoring(engine, linear.module)) for linear in linears]
+    return any(named) and not all(named)
 
 
 def split_experts(subject: Subject) -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from quantkit.lint.linears import COLUMN_PARALLEL, ROW_PARALLEL, Linear
 from quantkit.lint.subject import Subject
 
 FEWER = "serve it on another number of GPUs"
+WHOLE_EXPERTS = f"{FEWER}, or with expert parallelism, which cuts no expert"
 BLOCK_SERVERS = (VLLM, SGLANG)
 INPUT_GROUP = 128
 
@@ -83,7 +84,7 @@ def block_rows(subject: Subject) -> Iterator[Finding]:
                 )
                 fused = f", fused with {_others(linears, linear)}" if len(linears) > 1 else ""
                 problem = f"has {rows} rows{shard}{fused}: not a multiple of the block's {block[0]}"
-                advice = "use scales per channel for this model" if not shard else FEWER
+                advice = _advice(linear) if shard else "use scales per channel for this model"
                 yield error("block-rows", engines, linear.weight.name, problem, advice)
 
 
@@ -97,6 +98,10 @@ def _row_engines(subject: Subject, linears: list[Linear], linear: Linear) -> tup
         is_strict = subject.quantization.method == FP8
         return tuple(e for e in engines if is_strict and e == SGLANG)
     return engines
+
+
+def _advice(linear: Linear) -> str:
+    return WHOLE_EXPERTS if _is_expert(linear) else FEWER
 
 
 def _is_expert(linear: Linear) -> bool:
@@ -133,7 +138,8 @@ def block_columns(subject: Subject) -> Iterator[Finding]:
             continue
         shard = f" on each of {gpus} GPUs" if columns != linear.columns else ""
         problem = f"has {columns} columns{shard}: not a multiple of the inputs' groups of {wide}"
-        advice = FEWER if shard and linear.columns % wide == 0 else "use scales per channel"
+        is_cut = bool(shard) and linear.columns % wide == 0
+        advice = _advice(linear) if is_cut else "use scales per channel for this model"
         engines = subject.loaders(*BLOCK_SERVERS)
         yield error("block-columns", engines, linear.weight.name, problem, advice)
 
