@@ -76,6 +76,11 @@ class Fp8(Container):
         ignore = names_list(block, "ignored_layers", "modules_to_not_convert")
         return check_readable(Scheme(weights, inputs, _kv(block.get("kv_cache_scheme")), ignore))
 
+    def weight_scale_shapes(self, spec: QuantSpec, rows: int, columns: int) -> tuple[Shape, ...]:
+        """Return the grid of blocks; a single scale is 0-d in AutoFP8, [1, 1] in transformers."""
+        own = spec.scale_shape(rows, columns)
+        return (*SCALAR, (1, 1)) if spec.granularity is Granularity.TENSOR else (own,)
+
     def kv_scale_shapes(self, spec: QuantSpec, heads: int) -> tuple[Shape, ...]:
         """Return the shapes of a scale per layer."""
         return SCALAR

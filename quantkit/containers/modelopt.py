@@ -86,7 +86,10 @@ class ModelOpt(Container):
         )
 
     def weight_scale_shapes(self, spec: QuantSpec, rows: int, columns: int) -> tuple[Shape, ...]:
-        """Return 0-d for a tensor, [N] for channels, [rows, 1, columns, 1] for blocks first."""
+        """Return 0-d for a tensor, [N] for channels, [rows, 1, columns, 1] for blocks first.
+
+        A weight of a single block has a 0-d scale.
+        """
         own = spec.scale_shape(rows, columns)
         match spec.granularity:
             case Granularity.TENSOR:
@@ -94,7 +97,8 @@ class ModelOpt(Container):
             case Granularity.CHANNEL:
                 return ((rows,), own)
             case _:
-                return ((own[0], 1, own[1], 1), own)
+                single: tuple[Shape, ...] = ((),) if own == (1, 1) else ()
+                return ((own[0], 1, own[1], 1), own, *single)
 
     def input_scale_shapes(self) -> tuple[Shape, ...]:
         """Return 0-d first."""

@@ -76,12 +76,19 @@ class WeightReader:
         self._used: set[str] = set()
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return an unquantized tensor in the activation dtype; memory-mapped if it has that."""
+        """Return a tensor in the activation dtype; memory-mapped if it is stored in that.
+
+        One in FP8, as some tools store embeddings, is dequantized.
+        """
         if name not in self.checkpoint:
             raise CheckpointError(f"{self.checkpoint.path} has no tensor {name}, which it needs")
         self._check_shape(name, shape)
         self._used.add(name)
-        stored = self.checkpoint.tensor(name)
+        module = name.removesuffix(".weight")
+        if name.endswith(".weight") and module in self._quantized:
+            stored = self.checkpoint.weight(module).dequantize()
+        else:
+            stored = self.checkpoint.tensor(name)
         if not stored.is_floating_point():
             return stored.to(self.device)
         loaded = stored.to(self.device, self.dtype)
@@ -135,6 +142,8 @@ class WeightReader:
     def unused(self) -> list[str]:
         """Return the names of weights that were never read, sorted."""
         weights = {name for name in self.checkpoint.names if not _NOT_WEIGHTS.search(name)}
+        # A head in FP8 is no copy of the embedding that it is tied to.
+        weights |= {f"{module}.weight" for module in self._quantized}
         return sorted(weights - self._used)
 
     def check_all_used(self) -> None:
