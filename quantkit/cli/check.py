@@ -59,7 +59,8 @@ def _print_tables(report: Report) -> None:
     tables = list(make_tables(report))
     if not console.is_terminal and tables:  # in a file nothing is wrapped
         unlimited = console.options.update(max_width=10_000)
-        console.width = max(Measurement.get(console, unlimited, t).maximum for t in tables)
-    for table in tables:
+        console.width = max(Measurement.get(console, unlimited, t).maximum for _, t in tables)
+    for title, table in tables:
+        console.print(title)
         console.print(table)
         console.print()

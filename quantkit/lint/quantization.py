@@ -13,6 +13,8 @@ from quantkit.lint.matching import IgnoreList, exact_or_pattern
 
 CONFIG_KEY = "quantization_config"
 LINEAR_CLASS = "Linear"
+OTHER_PARTS = ("visual", "vision", "audio", "multi_modal_projector", "encoder.")
+"""In the names of what is not the language model of a multimodal model."""
 MODELOPT_STRATEGIES = {
     "FP8": "tensor",
     "FP8_PER_CHANNEL_PER_TOKEN": "channel",
@@ -76,6 +78,14 @@ class Quantization:
             self._lists[engine] = IgnoreList(self.method, engine, self.ignore)
         return self._lists[engine].matching(module)
 
+    def may_ignore(self, engine: str, module: str) -> bool:
+        """Whether an engine leaves a module alone, under any name that it may have there.
+
+        Servers and newer transformers call the parts of a multimodal model by other names than its
+        tensors have, and translate plain entries, not patterns.
+        """
+        return any(self.ignoring(engine, name) for name in _aliases(module))
+
     def group_by_name(self, module: str) -> Group | None:
         """Return the group that has a target for this very name, not for its class."""
         for group in self.groups:
@@ -89,6 +99,19 @@ class Quantization:
         if found is not None:
             return found
         return next((g for g in self.groups if names_linears(g)), None)
+
+
+def _aliases(module: str) -> tuple[str, ...]:
+    inner = module.removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
+    if "language_model." in module:
+        return (module, f"model.{inner}", f"language_model.model.{inner}", inner)
+    is_other_part = any(part in module for part in OTHER_PARTS)
+    return (module, inner, f"model.{inner}") if is_other_part else (module,)
+
+
+def is_text(name: str) -> bool:
+    """Whether a module or tensor belongs to the language model itself."""
+    return not any(part in name for part in (*OTHER_PARTS, "mtp."))
 
 
 def names_linears(group: Group) -> bool:

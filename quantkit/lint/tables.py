@@ -14,17 +14,17 @@ from quantkit.lint.report import Report
 STYLES = {Severity.ERROR: "bold red", Severity.WARNING: "yellow", Severity.NOTE: "dim"}
 
 
-def make_tables(report: Report) -> Iterator[Table]:
-    """Yield a table of the findings of each severity, the worst first."""
+def make_tables(report: Report) -> Iterator[tuple[Text, Table]]:
+    """Yield a title and a table of the findings of each severity, the worst first."""
     for severity in Severity:
         findings = [f for f in report.findings if f.severity is severity]
         if findings:
             count = f"{len(findings)} {severity}{'s' if len(findings) > 1 else ''}"
-            yield _table(Text(count, style=STYLES[severity]), findings)
+            yield Text(count, style=STYLES[severity]), _table(findings)
 
 
-def _table(title: Text, findings: list[Finding]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.HORIZONTALS, show_lines=True)
+def _table(findings: list[Finding]) -> Table:
+    table = Table(box=box.HORIZONTALS, show_lines=True)
     table.add_column("engine", no_wrap=True)
     table.add_column("rule, where, what is wrong, what to do", overflow="fold")
     for finding in findings:

@@ -71,7 +71,7 @@ def plain_and_not_ignored(subject: Subject) -> Iterator[Finding]:
         engines = tuple(
             engine
             for engine in _expecting_codes(subject, linear)
-            if not quantization.ignoring(engine, linear.module)
+            if not quantization.may_ignore(engine, linear.module)
         )
         if engines:
             problem = f"is {linear.weight.dtype}, and {key} does not name it"
@@ -113,7 +113,7 @@ def untargeted(subject: Subject) -> Iterator[Finding]:
             continue
         if linear.is_coded:
             engines, problem = subject.loaders(), "is in 8 bits, and no config group targets it"
-        elif not quantization.ignoring(SGLANG, linear.module):
+        elif not quantization.may_ignore(SGLANG, linear.module):
             engines, problem = (SGLANG,), "is in no config group and not in ignore"
         else:
             continue

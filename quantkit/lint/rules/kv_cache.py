@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from quantkit.lint.engines import (
     VLLM,
 )
 from quantkit.lint.finding import Finding, error, warning
-from quantkit.lint.quantization import strategy_of
+from quantkit.lint.quantization import is_text, strategy_of
 from quantkit.lint.subject import Subject
 from quantkit.tensor_file import TensorEntry
 
@@ -168,21 +169,24 @@ def _is_declared(subject: Subject) -> bool:
 
 
 def _attention_layers(subject: Subject) -> list[str]:
-    """Return the attention modules that project keys."""
+    """Return the attention modules of the language model that project keys for a cache."""
     leaves = (".k_proj.weight", ".qkv_proj.weight")
     names = (
         name.removesuffix(leaf)
         for name in subject.folder.tensors
         for leaf in leaves
-        if name.endswith(leaf) and _is_text(name)
+        if name.endswith(leaf) and is_text(name)
     )
-    return list(dict.fromkeys(names))
+    return [name for name in dict.fromkeys(names) if not _shares(subject, name)]
 
 
-def _is_text(name: str) -> bool:
-    """Whether a tensor belongs to the language model, whose attention is cached."""
-    others = ("visual", "vision", "audio", "mtp.", "encoder.")
-    return not any(part in name for part in others)
+def _shares(subject: Subject, module: str) -> bool:
+    """Whether a layer reads the cache of an earlier one (num_kv_shared_layers)."""
+    config = subject.folder.text_config
+    layers = whole_number(config.get("num_hidden_layers")) or 0
+    shared = whole_number(config.get("num_kv_shared_layers")) or 0
+    number = re.search(r"\.(\d{1,9})\.", module)
+    return number is not None and shared > 0 and int(number[1]) >= layers - shared
 
 
 def _scales(subject: Subject) -> dict[str, dict[str, TensorEntry]]:

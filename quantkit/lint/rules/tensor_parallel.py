@@ -8,6 +8,7 @@ from quantkit.lint.documents import whole_number
 from quantkit.lint.engines import COMPRESSED_TENSORS, FP8, SERVERS, SGLANG, VLLM
 from quantkit.lint.finding import Finding, error
 from quantkit.lint.linears import COLUMN_PARALLEL, ROW_PARALLEL, Linear
+from quantkit.lint.quantization import is_text
 from quantkit.lint.subject import Subject
 
 FEWER = "serve it on another number of GPUs"
@@ -36,8 +37,10 @@ def divisible(subject: Subject) -> Iterator[Finding]:
     """In vLLM and SGLang: linear.py, divide asserts for the cut side of every linear."""
     gpus = subject.tensor_parallel
     for linear in subject.linears.by_name.values():
-        if linear.leaf in ("k_proj", "v_proj", "qkv_proj") or linear.is_head:
-            continue  # see `heads`; the vocabulary is padded
+        if linear.is_head or not is_text(linear.module):
+            continue  # the vocabulary is padded, and vision is often not cut
+        if linear.leaf in ("k_proj", "v_proj", "qkv_proj"):
+            continue  # see `heads`
         size, side = _cut_side(linear)
         if size % gpus:
             problem = f"has {size} {side}, not divisible by --tp {gpus}"
