@@ -119,7 +119,7 @@ setup(
     ],
     extras_require={
         "gguf": ["gguf"],
-        "eval": ["lm_eval"],
+        "eval": ["lm_eval>=0.4.13", "tenacity"],
         "report": ["matplotlib", "jinja2"],
         "dev": [
             "pytest",

@@ -6,9 +6,14 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from io import TextIOWrapper
+from typing import TYPE_CHECKING
 
 from quantkit.errors import QuantKitError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def open_console() -> None:
@@ -29,6 +34,25 @@ def write(text: str) -> None:
     """Write to standard output at once."""
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def print_tables(tables: Sequence[Table]) -> None:
+    """Print tables with a blank line between them, on standard output."""
+    from rich.console import Console
+    from rich.measure import Measurement
+
+    console = Console(markup=False, highlight=False, emoji=False)
+    unlimited = console.options.update(max_width=10_000)
+    widths = [Measurement.get(console, unlimited, table) for table in tables]
+    # Numbers are never cut, not even in a narrow terminal; in a file nothing is wrapped either.
+    if console.is_terminal:
+        console.width = max(console.width, *(width.minimum for width in widths))
+    else:
+        console.width = max(width.maximum for width in widths)
+    for number, table in enumerate(tables):
+        if number:
+            console.print()
+        console.print(table)
 
 
 def note(text: str) -> None:

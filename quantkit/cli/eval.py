@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from quantkit.cli.console import note, quiet_transformers, write
+from quantkit.cli.console import note, print_tables, quiet_transformers, write
 
 if TYPE_CHECKING:
-    from quantkit.evaluate import Result
+    from quantkit.evaluate import Result, TaskResult
 
 FAILED = 1
 
 
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="A quantized checkpoint.")],
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="CKPT",
+            help="A quantized checkpoint. With --endpoint: where its tokenizer is, also a Hub id.",
+        ),
+    ],
     reference: Annotated[
         str | None,
         typer.Option(
@@ -29,7 +35,7 @@ def evaluate(
         list[str] | None,
         typer.Option(
             help="builtin, FILE.txt, FILE.jsonl or hf:NAME[:CONFIG][:SPLIT]; may be repeated. "
-            "[default: builtin]"
+            "[default: builtin; none with --tasks]"
         ),
     ] = None,
     window: Annotated[
@@ -43,6 +49,51 @@ def evaluate(
     max_tokens: Annotated[
         int | None, typer.Option(help="Use only this much text. [default: all]")
     ] = None,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Tasks of the lm-evaluation-harness, such as mmlu_pro, or of --include-path.",
+        ),
+    ] = None,
+    include_path: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Task files of your own; their data may lie beside them."),
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(help="Examples before each question. [default: the task's]")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Ask only this many questions of each task. [default: all]")
+    ] = None,
+    apply_chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Ask in the model's chat format.")
+    ] = False,
+    batch_size: Annotated[
+        int, typer.Option(help="Questions that run together, or requests at a time.")
+    ] = 8,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Of few-shot examples and sampling. [default: the harness's]"),
+    ] = None,
+    endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Put the tasks to an OpenAI-compatible server: http://HOST:PORT/v1, or with "
+            "/chat/completions behind it to ask in messages.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Its name on that server. [default: the only one]"),
+    ] = None,
+    reference_endpoint: Annotated[
+        str | None, typer.Option(metavar="URL", help="A server that has the original.")
+    ] = None,
+    reference_model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The original's name there.")
+    ] = None,
     activations: Annotated[
         str,
         typer.Option(
@@ -51,7 +102,10 @@ def evaluate(
     ] = "emulate",
     kv: Annotated[
         str | None,
-        typer.Option(help="fp8 or none. [default: both, where the checkpoint has KV scales]"),
+        typer.Option(
+            help="fp8 or none. [default: both, where the checkpoint has KV scales; tasks run with "
+            "what it declares]"
+        ),
     ] = None,
     dtype: Annotated[
         str, typer.Option(help="What both models compute in: float32, bfloat16 or float16.")
@@ -62,6 +116,12 @@ def evaluate(
     max_ppl_ratio: Annotated[
         float | None, typer.Option(help="Exit with 1 if the perplexity ratio is above this.")
     ] = None,
+    max_drop: Annotated[
+        float | None,
+        typer.Option(
+            help="Exit with 1 if a score of --tasks is worse than the original's by more than this."
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     trust_remote_code: Annotated[
@@ -70,45 +130,137 @@ def evaluate(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Measure perplexity, and with --reference how far the checkpoint is from the original."""
-    if reference is None and (max_kl is not None or max_ppl_ratio is not None):
-        raise typer.BadParameter(
-            "compares with the original; give --reference MODEL",
-            param_hint="--max-kl" if max_kl is not None else "--max-ppl-ratio",
-        )
+    """Measure perplexity, and with --reference how far the checkpoint is from the original.
+
+    With --tasks, put tasks of EleutherAI's lm-evaluation-harness to both instead (or as well, if
+    an option of the text is given, too).
+    """
+    names = [name.strip() for each in tasks or () for name in each.split(",")]
+    compared = reference is not None or reference_endpoint is not None
+    _check_limits(names, reference is not None, compared, max_kl, max_ppl_ratio, max_drop)
+    _check_task_options(
+        names,
+        {
+            "--include-path": include_path,
+            "--num-fewshot": num_fewshot,
+            "--limit": limit,
+            "--apply-chat-template": apply_chat_template or None,
+            "--seed": seed,
+            "--endpoint": endpoint,
+            "--model": model,
+            "--reference-endpoint": reference_endpoint,
+            "--reference-model": reference_model,
+        },
+    )
     quiet_transformers()
     from quantkit.evaluate import evaluate as run
+    from quantkit.evaluate import evaluate_tasks
 
-    result = run(
-        checkpoint,
-        reference,
-        data=data or ["builtin"],
-        window=window,
-        stride=stride,
-        max_tokens=max_tokens,
-        activations=activations,
-        kv=kv,
-        dtype=dtype,
-        max_kl=max_kl,
-        max_ppl_ratio=max_ppl_ratio,
-        device=device,
-        threads=threads,
-        trust_remote_code=trust_remote_code,
-    )
+    common: dict[str, Any] = {
+        "activations": activations,
+        "kv": kv,
+        "dtype": dtype,
+        "device": device,
+        "threads": threads,
+        "trust_remote_code": trust_remote_code,
+    }
+    asked_of_text = (data, window, stride, max_tokens, max_kl, max_ppl_ratio)
+    result = scored = None
+    if names:
+        scored = evaluate_tasks(
+            checkpoint,
+            reference,
+            tasks=names,
+            num_fewshot=num_fewshot,
+            limit=limit,
+            include_path=include_path,
+            apply_chat_template=apply_chat_template,
+            batch_size=batch_size,
+            seed=seed,
+            endpoint=endpoint,
+            model=model,
+            reference_endpoint=reference_endpoint,
+            reference_model=reference_model,
+            max_drop=max_drop,
+            **common,
+        )
+    if not names or any(option is not None for option in asked_of_text):
+        result = run(
+            checkpoint,
+            reference,
+            data=data or ["builtin"],
+            window=window,
+            stride=stride,
+            max_tokens=max_tokens,
+            max_kl=max_kl,
+            max_ppl_ratio=max_ppl_ratio,
+            **common,
+        )
+    _show(result, scored, as_json)
+
+
+def _check_limits(
+    names: list[str],
+    has_text_reference: bool,
+    compared: bool,
+    max_kl: float | None,
+    max_ppl_ratio: float | None,
+    max_drop: float | None,
+) -> None:
+    for option, value, fits in (
+        ("--max-kl", max_kl, has_text_reference),
+        ("--max-ppl-ratio", max_ppl_ratio, has_text_reference),
+        ("--max-drop", max_drop, compared),
+    ):
+        if value is not None and not fits:
+            raise typer.BadParameter(
+                "compares with the original; give --reference MODEL", param_hint=option
+            )
+    if max_drop is not None and not names:
+        raise typer.BadParameter("is about --tasks; give some", param_hint="--max-drop")
+
+
+def _check_task_options(names: list[str], options: dict[str, object]) -> None:
+    for option, value in options.items():
+        if value is not None and not names:
+            raise typer.BadParameter("is about --tasks; give some", param_hint=option)
+
+
+def _show(result: Result | None, scored: TaskResult | None, as_json: bool) -> None:
+    """Print what was measured; exits with FAILED if a threshold is not met."""
+    violations = [line for each in (result, scored) if each for line in each.violations]
     if as_json:
-        write(json.dumps(result.to_json(), indent=2) + "\n")
+        write(json.dumps(_to_json(result, scored, violations), indent=2, allow_nan=False) + "\n")
     else:
-        _print_table(result)
-    for line in result.violations:
+        _print(result, scored)
+    for line in violations:
         note(f"failed: {line}")
-    if result.violations:
+    if violations:
         raise typer.Exit(FAILED)
 
 
-def _print_table(result: Result) -> None:
-    from rich.console import Console
+def _to_json(
+    result: Result | None, scored: TaskResult | None, violations: list[str]
+) -> dict[str, Any]:
+    """Return what was measured on text, flat, and on tasks, under `tasks`."""
+    page: dict[str, Any] = {}
+    if result is not None:
+        page = result.to_json()
+    elif scored is not None:
+        page = {"checkpoint": scored.setting.checkpoint, "reference": scored.setting.reference}
+    if scored is not None:
+        page["tasks"] = scored.to_json()
+    return page | {"violations": violations}
 
-    from quantkit.evaluate.report import make_table
 
-    Console().print(make_table(result))
-    write(f"{result.setting}\n")
+def _print(result: Result | None, scored: TaskResult | None) -> None:
+    from quantkit.evaluate.report import make_table, make_task_table
+
+    if result is not None:
+        print_tables([make_table(result)])
+        write(f"{result.setting}\n")
+    if result is not None and scored is not None:
+        write("\n")
+    if scored is not None:
+        print_tables([make_task_table(scored)])
+        write(f"{scored.setting}\n")

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from quantkit.cli.console import note, write
-
-if TYPE_CHECKING:
-    from quantkit.inspection import Inspection
+from quantkit.cli.console import note, print_tables, write
 
 
 def inspect(
@@ -41,29 +38,10 @@ def inspect(
         page = {"report": None if output is None else str(output)}
         write(json.dumps(inspection.to_json() | page, indent=2, allow_nan=False) + "\n")
         return
-    _print_tables(inspection, show_all)
+    from quantkit.inspection.tables import make_tables
+
+    print_tables(make_tables(inspection, show_all))
     for warning in inspection.warnings:
         note(f"warning: {warning}")
     if output is not None:
         write(f"{output}\n")
-
-
-def _print_tables(inspection: Inspection, show_all: bool) -> None:
-    from rich.console import Console
-    from rich.measure import Measurement
-
-    from quantkit.inspection.tables import make_tables
-
-    tables = make_tables(inspection, show_all)
-    console = Console(markup=False, highlight=False, emoji=False)
-    unlimited = console.options.update(max_width=10_000)
-    widths = [Measurement.get(console, unlimited, table) for table in tables]
-    # Numbers are never cut, not even in a narrow terminal; in a file nothing is wrapped either.
-    if console.is_terminal:
-        console.width = max(console.width, *(width.minimum for width in widths))
-    else:
-        console.width = max(width.maximum for width in widths)
-    for number, table in enumerate(tables):
-        if number:
-            console.print()
-        console.print(table)

@@ -14,7 +14,12 @@ from quantkit.calibrate.source import ModelSource, fingerprint, open_source
 from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import DataError, UnsupportedError, nearest
 from quantkit.evaluate.comparison import score_texts
-from quantkit.evaluate.models import OriginalModel, QuantizedModel, load_original
+from quantkit.evaluate.models import (
+    OriginalModel,
+    QuantizedModel,
+    check_vocabulary,
+    load_original,
+)
 from quantkit.evaluate.result import (
     Divergence,
     Measurement,
@@ -86,10 +91,14 @@ def evaluate(
     Raises QuantKitError if anything that was asked for cannot be measured.
     """
     thresholds = Thresholds(max_kl, max_ppl_ratio)
-    _check_options(thresholds, reference, activations, kv, dtype)
+    if thresholds.given and reference is None:
+        raise UnsupportedError(
+            "--max-kl and --max-ppl-ratio compare with the original; give --reference MODEL"
+        )
+    check_choices(activations, kv, dtype)
     scheme = open_checkpoint(checkpoint).scheme
     source = None if reference is None else open_source(reference, trust_remote_code)
-    inputs = ACTIVATIONS[activations] if scheme.inputs else "full"
+    inputs = input_activations(activations, scheme)
     engines = {
         kind: load_engine(checkpoint, device, dtype, kind, inputs, threads)
         for kind in _kv_kinds(kv, scheme)
@@ -111,7 +120,7 @@ def evaluate(
         stride=cutting.stride,
         bos="at the start of every window" if cutting.prefix else "not used by the tokenizer",
         dtype=dtype,
-        activations=_activations_word(activations, scheme),
+        activations=activations_word(activations, scheme),
     )
     _warn(setting)
     original = None if source is None else _original(source, engine)
@@ -149,26 +158,12 @@ def _result(
 
 def _original(source: ModelSource, engine: Engine) -> OriginalModel:
     """Load the original beside an engine; a vocabulary of another size is refused first."""
-    found = int(source.config().get_text_config().vocab_size)
-    if found != engine.vocab_size:
-        raise UnsupportedError(
-            f"{source.name} has a vocabulary of {found} tokens and the checkpoint one of "
-            f"{engine.vocab_size}; give the model that the checkpoint was made from"
-        )
+    check_vocabulary(source, engine.vocab_size)
     return load_original(source, engine.dtype, engine.device)
 
 
-def _check_options(
-    thresholds: Thresholds,
-    reference: str | Path | None,
-    activations: str,
-    kv: str | None,
-    dtype: str,
-) -> None:
-    if thresholds.given and reference is None:
-        raise UnsupportedError(
-            "--max-kl and --max-ppl-ratio compare with the original; give --reference MODEL"
-        )
+def check_choices(activations: str, kv: str | None, dtype: str) -> None:
+    """Raise UnsupportedError for an option that is not one of the words it may be."""
     for option, value, known in (
         ("--activations", activations, tuple(ACTIVATIONS)),
         ("--kv", kv, (None, *KV)),
@@ -186,7 +181,13 @@ def _kv_kinds(kv: str | None, scheme: Scheme) -> tuple[str, ...]:
     return KV if scheme.kv is not None else KV[:1]
 
 
-def _activations_word(activations: str, scheme: Scheme) -> str:
+def input_activations(activations: str, scheme: Scheme) -> str:
+    """Return the runtime's word for what is to be done to the inputs of linears."""
+    return ACTIVATIONS[activations] if scheme.inputs else "full"
+
+
+def activations_word(activations: str, scheme: Scheme) -> str:
+    """Return what is done to the inputs of linears, for people."""
     if scheme.inputs is None:
         return "not quantized by this checkpoint"
     return "quantized as an 8-bit engine does" if activations == "emulate" else "left unquantized"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantkit.calibrate.skeleton import Skeleton
 from quantkit.calibrate.source import ModelSource
-from quantkit.errors import CheckpointError, SourceError
+from quantkit.errors import CheckpointError, SourceError, UnsupportedError
 from quantkit.evaluate.windows import Window
 from quantkit.runtime.engine import Engine
 
@@ -136,6 +136,11 @@ class OriginalModel:
 
 def load_original(source: ModelSource, dtype: torch.dtype, device: torch.device) -> OriginalModel:
     """Load the whole original, computing in `dtype`; raises SourceError if a tensor is missing."""
+    return OriginalModel(load_in_transformers(source, dtype, device), device)
+
+
+def load_in_transformers(source: ModelSource, dtype: torch.dtype, device: torch.device) -> Any:
+    """Load the transformers model with the weights that calibration reads; see load_original."""
     skeleton = Skeleton(source, source.config(), dtype, device)
     for prefix in ("", *skeleton.layer_names):
         skeleton.load(prefix)
@@ -144,7 +149,17 @@ def load_original(source: ModelSource, dtype: torch.dtype, device: torch.device)
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing:
         raise SourceError(f"{source.name} has no tensor {missing[0]} ({len(missing)} missing)")
-    return OriginalModel(model.eval(), device)
+    return model.eval()
+
+
+def check_vocabulary(source: ModelSource, vocab_size: int) -> None:
+    """Refuse an original whose vocabulary is not the checkpoint's."""
+    found = int(source.config().get_text_config().vocab_size)
+    if found != vocab_size:
+        raise UnsupportedError(
+            f"{source.name} has a vocabulary of {found} tokens and the checkpoint one of "
+            f"{vocab_size}; give the model that the checkpoint was made from"
+        )
 
 
 def _first_not_finite(logits: Tensor) -> int | None:

@@ -1,10 +1,11 @@
-"""A Result as a table for people: original and quantized side by side."""
+"""Results as tables for people: original and quantized side by side."""
 
 from __future__ import annotations
 
 from rich.table import Table
 
 from quantkit.evaluate.result import Divergence, Measurement, Perplexity, Result
+from quantkit.evaluate.task_result import TaskResult, TaskScore
 
 KV_WORDS = {"none": "plain KV", "fp8": "FP8 KV"}
 
@@ -58,3 +59,44 @@ def _cells(perplexity: Perplexity, divergence: Divergence | None, length: int) -
 
 def _number(value: float, error: float | None, digits: int) -> str:
     return f"{value:.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
+
+
+def make_task_table(result: TaskResult) -> Table:
+    """Return the scores of tasks, a row for each metric, with standard errors where there are any.
+
+    Where both models were asked, also the difference with its own (paired) error, and how many
+    questions the quantized model lost and won.
+    """
+    compared = any(score.change is not None for score in result.scores)
+    table = Table(title_justify="left")
+    table.add_column("task")
+    table.add_column("metric")
+    for name in ("questions", *(("original",) if compared else ()), "quantized"):
+        table.add_column(name, justify="right")
+    if compared:
+        table.add_column("difference", justify="right")
+        table.add_column("questions lost, won", justify="right")
+    for score in result.scores:
+        table.add_row(*task_cells(score, compared))
+    return table
+
+
+def task_cells(score: TaskScore, compared: bool) -> list[str]:
+    """Return one row of the table of tasks."""
+    metric = score.metric if score.filter == "none" else f"{score.metric}, {score.filter}"
+    asked = f"{score.questions:,}"
+    if score.questions < score.available:
+        asked += f" of {score.available:,}"
+    cells = [score.task, metric, asked]
+    if compared and score.original is not None:
+        cells.append(_number(score.original, score.original_standard_error, 4))
+    cells.append(_number(score.quantized, score.quantized_standard_error, 4))
+    if compared and score.change is not None:
+        cells.append(_signed(score.change.difference, score.change.standard_error))
+        has_counts = score.change.lost is not None
+        cells.append(f"{score.change.lost}, {score.change.won}" if has_counts else "")
+    return cells
+
+
+def _signed(value: float, error: float | None) -> str:
+    return f"{value:+.4f}" + ("" if error is None else f" ± {error:.4f}")
