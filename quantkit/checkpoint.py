@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from quantkit.containers import IgnoreList, Shape, read_scheme
 from quantkit.errors import CheckpointError
+from quantkit.kv_scales import LayerScales, find_kv_scales, has_kv_scales, unit_kv_scales
 from quantkit.numerics import Tile, dequantize, expand_scale
 from quantkit.scheme import QuantSpec
 from quantkit.shards import INDEX_NAME, ShardReader, read_json
@@ -91,7 +93,7 @@ class Checkpoint:
         self.quantized = list(self._weight_scales)
         for module in self.quantized:
             self._check_module(module)
-        self._kv = self._find_kv_scales() if kv and self.scheme.kv else {}
+        self._kv = self._read_kv_scales(self.scheme.kv) if kv and self.scheme.kv else {}
 
     @property
     def names(self) -> list[str]:
@@ -134,12 +136,14 @@ class Checkpoint:
             raise CheckpointError(
                 f"{self.path} has no KV cache scales for layer {layer}; calibrate with --kv fp8"
             )
-        _, key, value = self._kv[layer]
-        return self.tensor(key).float().reshape(-1), self.tensor(value).float().reshape(-1)
+        return self._kv_scale(self._kv[layer].key), self._kv_scale(self._kv[layer].value)
 
     def kv_modules(self) -> dict[int, str]:
         """Return the decoder layers with KV scales, each with the name of its attention module."""
-        return {layer: attention for layer, (attention, _, _) in self._kv.items()}
+        return {layer: scales.attention for layer, scales in self._kv.items()}
+
+    def _kv_scale(self, name: str | None) -> Tensor:
+        return torch.ones(1) if name is None else self.tensor(name).float().reshape(-1)
 
     def _check_no_strays(self) -> None:
         used = set(self._shards.files)
@@ -230,43 +234,32 @@ class Checkpoint:
         name = self._scale_name(module, kind)
         if name is None:
             raise CheckpointError(f"{self.path} has no {module}.{kind}; {AGAIN}")
+        self._check_tensor(name, expected)
+
+    def _check_tensor(self, name: str, expected: tuple[Shape, ...]) -> None:
         shape = self.shape(name)
         if shape not in expected:
             raise CheckpointError(f"{name} has shape {list(shape)}, expected {list(expected[0])}")
         check_scale(name, self.tensor(name))
 
-    def _find_kv_scales(self) -> dict[int, tuple[str, str, str]]:
-        """Return the attention module, k_scale and v_scale of each layer that has them."""
-        found: dict[int, tuple[str, str, str]] = {}
-        names = self.container.names
-        bases = {
-            name.removesuffix(f".{alias}")
-            for alias in {*names.k_scale, *names.v_scale}
-            for name in self.names
-            if name.endswith(f".{alias}")
-        }
-        # "layers.0.self_attn.k_proj" also ends an alias; only what precedes k_proj is a base.
-        for base in sorted(b for b in bases if not b.endswith(("k_proj", "v_proj"))):
-            number = re.search(r"\.(\d+)\.", base)
-            if number is None:
-                continue
-            pair = (self._kv_name(base, names.k_scale), self._kv_name(base, names.v_scale))
-            found[int(number.group(1))] = (base, *pair)
-        for layer in cached_layers(self.config):
-            if layer not in found:
-                raise CheckpointError(
-                    f"{self.path} declares an FP8 KV cache but has no k_scale and v_scale for "
-                    f"layer {layer}; calibrate again, or load with kv='none'"
-                )
+    def _read_kv_scales(self, spec: QuantSpec) -> dict[int, LayerScales]:
+        """Find the scales of the declared KV cache and check them."""
+        names, layers = self.container.names, cached_layers(self.config)
+        if self.container.kv_scales_default_to_1 and not has_kv_scales(self.names, names):
+            return unit_kv_scales(self.names, layers)
+        try:
+            found = find_kv_scales(self.names, names, layers)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{self.path} declares an FP8 KV cache but has {error}; calibrate again, or load "
+                "with kv='none'"
+            ) from None
+        for scales in found.values():
+            for name in (scales.key, scales.value):
+                if name is not None:
+                    heads = prod(self.shape(name))
+                    self._check_tensor(name, self.container.kv_scale_shapes(spec, heads))
         return found
-
-    def _kv_name(self, base: str, aliases: tuple[str, ...]) -> str:
-        for alias in aliases:
-            name = f"{base}.{alias}"
-            if name in self:
-                check_scale(name, self.tensor(name))
-                return name
-        raise CheckpointError(f"{self.path} has no {base}.{aliases[0]}; {AGAIN}")
 
 
 def check_scale(name: str, scale: Tensor) -> None:

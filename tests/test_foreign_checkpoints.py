@@ -354,6 +354,19 @@ def test_the_block_is_found_where_older_tools_put_it(copied: Copied, key: str) -
     assert open_checkpoint(folder, kv=False).scheme.weights.granularity is Granularity.TENSOR
 
 
+def test_modelopt_without_kv_scales_means_1(copied: Copied) -> None:
+    """As its preset fp8_cast writes it: a KV cache is declared, and no tensor belongs to it."""
+
+    def change(tensors: Tensors) -> None:
+        for key in [key for key in tensors if key.endswith(("k_scale", "v_scale"))]:
+            del tensors[key]
+
+    checkpoint = open_checkpoint(edit(copied(MODELOPT), change))
+    assert checkpoint.kv_modules() == {n: f"model.layers.{n}.self_attn" for n in range(2)}
+    for scale in checkpoint.kv_scales(1):
+        assert (scale.shape, scale.item()) == ((1,), 1.0)
+
+
 def test_one_kv_scale_of_old_serves_both(copied: Copied) -> None:
     def change(tensors: Tensors) -> None:
         for layer in range(2):
@@ -464,6 +477,11 @@ def test_a_kv_scale_that_is_missing_or_none_is_named(
         (BLOCK, lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(2, 1)}), r"\[2, 1\]"),
         (BLOCK, lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(1)}), r"\[1\], expected"),
         (MODELOPT, lambda t: t.update({f"{Q}.weight_scale": torch.ones(64)}), r"\[64\]"),
+        (
+            LLMC,
+            lambda t: t.update({f"{LAYER}.self_attn.k_scale": torch.ones(2)}),
+            r"k_scale .* \[2\]",
+        ),
         (AUTO, lambda t: t.update({"lm_head.weight": torch.ones(128, 64).to(E4M3)}), "'lm_head'"),
         (
             BLOCK,
@@ -481,6 +499,7 @@ def test_a_kv_scale_that_is_missing_or_none_is_named(
         "another grid",
         "no grid",
         "a scale per row",
+        "a KV scale per head",
         "an ignored module",
         "fused experts",
         "another format",

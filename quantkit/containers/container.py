@@ -50,6 +50,8 @@ class Container(ABC):
     method: ClassVar[str]
     """The quant_method of its `quantization_config`."""
     names: ClassVar[Names] = Names()
+    kv_scales_default_to_1: ClassVar[bool] = False
+    """Whether a declared FP8 KV cache without any scale in the file has scales of 1."""
 
     @abstractmethod
     def to_config(self, scheme: Scheme) -> dict[str, Any]:

@@ -43,6 +43,9 @@ class ModelOpt(Container):
         v_scale=("v_proj.v_scale", "v_scale", "v_proj.output_scale", "kv_scale"),
     )
 
+    # Its `fp8_cast`, the default of its example, has 448 for the largest value and stores nothing.
+    kv_scales_default_to_1 = True
+
     def to_config(self, scheme: Scheme) -> dict[str, Any]:
         """Return the block as modelopt itself puts it into config.json."""
         algorithm = _algorithm_of(scheme)
