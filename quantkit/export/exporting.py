@@ -172,7 +172,8 @@ def _report(source: Path, result: Export) -> dict[str, Any]:
     report = read_json(source / MARKER) if (source / MARKER).is_file() else {}
     facts = result.to_json()
     kept = ("format", "engines", "modules", "rounded_again", "weight_sqnr_db")
-    return {**report, "profile": "portable", "export": {key: facts[key] for key in kept}}
+    done = {"profile": "portable", "target_bytes": result.bytes}
+    return {**report, **done, "export": {key: facts[key] for key in kept}}
 
 
 def _card(

@@ -16,6 +16,13 @@ from quantkit.inspection import Inspection
 from quantkit.inspection.overview import overview
 from quantkit.scheme import Granularity, QuantSpec, Scheme
 
+ENGINES = {
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "transformers": "transformers",
+    "tensorrt-llm": "TensorRT-LLM",
+}
+"""How engines write their own names."""
 KV_FLAGS = {"vllm": " --kv-cache-dtype fp8", "sglang": " --kv-cache-dtype fp8_e4m3"}
 WORDS = {
     Granularity.TENSOR: "one scale per tensor",
@@ -79,7 +86,7 @@ class Card:
         if self.quality is None:
             return (
                 "## Quality\n\nNot measured. This measures perplexity and the divergence from the "
-                f"original:\n\n```\nquantkit eval {self.name} --reference "
+                f"original:\n\n```bash\nquantkit eval {self.name} --reference "
                 f"{self.origin.base_model or 'ORIGINAL'}\n```"
             )
         rows = [_quality_row(kv, found) for kv, found in self.quality["measurements"].items()]
@@ -90,7 +97,7 @@ class Card:
         )
 
     def _use(self) -> str:
-        parts = [_snippet(engine, self._command(engine)) for engine in self.engines]
+        parts = [_snippet(ENGINES[engine], self._command(engine)) for engine in self.engines]
         parts.append(_snippet("quantkit", _python(self.name)))
         note = (
             "`quantkit check` found no error for the engines named here; it reads files, and loads "
@@ -157,7 +164,8 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def _snippet(title: str, code: str) -> str:
-    return f"{title}:\n\n```\n{code}\n```"
+    language = "python" if "import" in code else "bash"
+    return f"{title}:\n\n```{language}\n{code}\n```"
 
 
 def _transformers(name: str, format_name: str) -> str:

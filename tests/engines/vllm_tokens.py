@@ -1,0 +1,64 @@
+"""Greedy tokens of vLLM for prompts of token ids, as JSON: run by the Python that has vLLM.
+
+    python vllm_tokens.py FOLDER PROMPTS.json OUT.json
+
+PROMPTS.json holds lists of token ids; OUT.json gets a list of generated ids for each, and vLLM's
+version. Imports nothing of quantkit, so that the two need not be installed together.
+
+vLLM multiplies FP8 on a CPU with torch._scaled_mm, which takes minutes for each token there. The
+same product is computed in float32 instead; loading, scales, rounding of inputs, attention and
+sampling are vLLM's own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NEW_TOKENS = 8
+
+
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Compute what torch._scaled_mm computes, in float32."""
+    product = (a.float() @ b.float()) * scale_a.float() * scale_b.float()
+    result = product.to(out_dtype or a.dtype)
+    return result if bias is None else result + bias
+
+
+def main(folder: str, prompts_file: str, output: str) -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process, so that it has scaled_mm
+    torch._scaled_mm = scaled_mm  # type: ignore[assignment]
+    import vllm
+    from vllm import LLM, SamplingParams
+
+    prompts = json.loads(Path(prompts_file).read_text())
+    model = LLM(
+        model=folder,
+        max_model_len=512,
+        enforce_eager=True,
+        seed=0,
+        enable_prefix_caching=False,
+        distributed_executor_backend="uni",
+    )
+    greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    inputs = [{"prompt_token_ids": ids} for ids in prompts]
+    found = [list(result.outputs[0].token_ids) for result in model.generate(inputs, greedy)]
+    Path(output).write_text(json.dumps({"version": vllm.__version__, "tokens": found}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
