@@ -11,8 +11,8 @@ from math import prod
 
 from torch import Tensor, nn
 
+from quantkit.calibrate.groups import engine_group
 from quantkit.calibrate.layerwise import LayerwiseModel
-from quantkit.calibrate.moments import group_name
 from quantkit.calibrate.plan import Plan
 from quantkit.calibrate.sensitivity import Sensitivity, SensitivityProbe
 from quantkit.calibrate.skeleton import Skeleton
@@ -53,7 +53,7 @@ def keep_sensitive(plan: Plan, sensitivity: Sensitivity | None) -> Plan:
     modules = {module.name: module for module in plan.quantized}
     members: dict[str, list[str]] = {}
     for name in modules:
-        members.setdefault(group_name(name, modules), []).append(name)
+        members.setdefault(engine_group(name, modules), []).append(name)
     cost = {
         group: sum(modules[n].source_bytes - modules[n].target_bytes for n in names)
         for group, names in members.items()
@@ -61,7 +61,7 @@ def keep_sensitive(plan: Plan, sensitivity: Sensitivity | None) -> Plan:
     allowed = plan.recipe.tiers.budget * sum(prod(module.shape) for module in modules.values())
     spare = int(allowed) - sum(module.target_bytes for module in modules.values())
     kept = choose_kept(sensitivity.predicted_kl, cost, spare)
-    return plan.keeping([name for group in kept for name in members[group]])
+    return plan.keeping({name for group in kept for name in members[group]})
 
 
 def choose_kept(

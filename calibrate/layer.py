@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from quantkit.calibrate.expert_tokens import ExpertReach, add_scarce_moments, reach_unreached
 from quantkit.calibrate.kv_scales import KvObserver
 from quantkit.calibrate.layerwise import Batch, LayerwiseModel
 from quantkit.calibrate.moments import InputMoments, MomentObservers
@@ -16,6 +17,7 @@ from quantkit.calibrate.quantized_layer import (
     InputQuantizers,
     QuantizedLinear,
     quantize_weights,
+    set_input_ranges,
     sqnr_db,
 )
 from quantkit.calibrate.recipe import Recipe
@@ -26,6 +28,7 @@ from quantkit.calibrate.smoothed_layer import (
     SampledError,
     smooth_layer,
 )
+from quantkit.scheme import QuantSpec
 
 SMOOTHING = "smoothing"
 SAMPLED_TOKENS = 512
@@ -58,11 +61,16 @@ def calibrate_layer(
     """
     name = model.skeleton.disk_name(model.skeleton.layer_names[number])
     first_original, moments, statistics = _observe(model, number, batches, recipe, modules)
+    reach = add_scarce_moments(model, number, batches, modules, moments) if moments else []
     smoothed = _smooth(model, number, batches, recipe, statistics, moments)
     linears = quantize_weights(
         model.skeleton, modules, recipe.weights, recipe.tiers, moments, smoothed.changed
     )
-    _fix_input_scales(model, number, batches, recipe, modules, linears, moments)
+    if recipe.inputs is not None and not recipe.inputs.dynamic:
+        reach = (
+            _fix_input_scales(model, number, batches, recipe.inputs, linears, modules, moments)
+            or reach
+        )
     report = LayerReport(
         name,
         [
@@ -70,6 +78,7 @@ def calibrate_layer(
             for key, linear in linears.items()
         ],
         smoothing=smoothed.lines,
+        experts=reach,
     )
     tensors = {
         model.skeleton.source_name(parameter) or parameter: tensor
@@ -178,22 +187,24 @@ def _fix_input_scales(
     model: LayerwiseModel,
     number: int,
     batches: Sequence[Batch],
-    recipe: Recipe,
-    modules: Mapping[str, nn.Linear],
+    spec: QuantSpec,
     linears: Mapping[str, QuantizedLinear],
+    modules: Mapping[str, nn.Linear],
     moments: Mapping[str, InputMoments],
-) -> None:
-    """Set static input scales, from what was observed or else in a pass of its own."""
-    if recipe.inputs is None or recipe.inputs.dynamic:
-        return
+) -> list[ExpertReach]:
+    """Set static input scales, from what was observed or else in a pass of its own.
+
+    Returns which tokens reached the experts in that pass.
+    """
     if all(name in moments for name in linears):
-        for name, linear in linears.items():
-            linear.set_input_range(moments[name].amax.max(), recipe.inputs)
-        return
+        set_input_ranges(linears, {name: moments[name].amax.max() for name in linears}, spec)
+        return []
     observers = InputObservers(modules)
     for _ in model.run(number, batches):
         pass
-    observers.finish(linears, recipe.inputs)
+    reach = reach_unreached(model, number, batches, modules, observers.num_tokens)
+    observers.finish(linears, spec)
+    return reach
 
 
 def _move(

@@ -7,7 +7,7 @@ gate/up) share one record of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,7 +106,7 @@ class MomentObservers:
         return observe
 
 
-def group_name(name: str, modules: Mapping[str, Any]) -> str:
+def group_name(name: str, modules: Container[str]) -> str:
     """Return the first member of the fused group of `name` that is among `modules`."""
     return next((s for s in fused_siblings(name) if s in modules), name)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 import quantkit
 from quantkit.calibrate.budget import keep_sensitive, measure_sensitivity, quantized_linears
 from quantkit.calibrate.data import Samples, effective_seq_len, load_samples
+from quantkit.calibrate.expert_tokens import scarce_warnings
 from quantkit.calibrate.journal import Journal, finished_report
 from quantkit.calibrate.kv_report import kv_warnings
 from quantkit.calibrate.layer import calibrate_layer
@@ -88,6 +89,7 @@ def calibrate(
         samples: number of calibration samples in all.
         seq_len: tokens per sample; default 2048 or the model's own limit, whichever is less.
         batch_size: sequences per forward pass; default what suits the device. Changes no result.
+            Mixture-of-experts models take them one by one.
         seed: chooses samples; nothing else is random.
         kv: "fp8", "fp8-head" or "none"; default as the recipe says.
         tiers: "none" for plain rounding, or those of the recipe's tiers to use, with commas
@@ -118,6 +120,8 @@ def calibrate(
     tokenizer = source.tokenizer() if chosen.needs_data and not dry_run else None
     length, note = _sample_length(skeleton, tokenizer, seq_len)
     size = batch_size or max(1, BATCH_TOKENS[skeleton.device.type] // length)
+    if skeleton.has_experts:
+        size = 1  # routers and experts would multiply the tokens of all sequences together
     plan = make_plan(skeleton, chosen, samples, length, size)
     added = bytes_of_dtype(skeleton, plan, DTYPES[dtype])
     plan = replace(plan, target_bytes=plan.target_bytes + added)
@@ -168,7 +172,8 @@ def calibrate(
                 plan, layerwise, moving, output_tensors, journal, report.sensitivity, progress
             )
             flagged = kv_warnings({layer.name: layer.kv for layer in report.layers if layer.kv})
-            report.warn([*flagged, *zeroed_warnings(report.layers)])
+            reach = {layer.name: layer.experts for layer in report.layers}
+            report.warn([*flagged, *scarce_warnings(reach), *zeroed_warnings(report.layers)])
             report.plan = replace(plan, target_bytes=output_tensors.finish())
             write_json(stage.path / "config.json", _config_json(report, source, DTYPES[dtype]))
             source.write_side_files(stage.path)

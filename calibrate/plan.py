@@ -5,8 +5,9 @@ Making a plan opens the source and checks it against the recipe, and changes not
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -106,7 +107,7 @@ def make_plan(
         memory_bytes=_memory_bytes(skeleton, modules, tokens, target_bytes),
         seconds=_seconds(skeleton, modules, recipe, tokens, batch_size * seq_len),
         num_layers=len(skeleton.layers),
-        warnings=_warnings(source, others),
+        warnings=_warnings(skeleton, others),
     )
 
 
@@ -119,52 +120,88 @@ def _plan_modules(skeleton: Skeleton, recipe: Recipe) -> list[ModulePlan]:
     tied = skeleton.tied_head is not None
     known = [n for n in linears if skeleton.source_name(f"{n}.weight") or (tied and n == head)]
     # Engines quantize what is inside the layers, and the head where it is asked for.
+    routers = skeleton.routers()
     eligible = [name for name in known if layer_of[name] is not None or name == head]
+    eligible = [name for name in eligible if name not in routers]
     if all(name == head for name in eligible):
         raise UnsupportedError(
             f"{type(skeleton.model).__name__} has no linear module in its decoder layers that is "
             "stored as one (Conv1D, fused or renamed weights are not quantized yet)"
         )
-    quantized, _ = resolve_modules(recipe, eligible, tied_head=tied, head=head)
-    if head in quantized and recipe.inputs is not None and not recipe.inputs.dynamic:
+    disk_names = {name: skeleton.disk_name(name) for name in (*eligible, *sorted(routers), head)}
+    quantized, _ = resolve_modules(
+        recipe,
+        [disk_names[name] for name in eligible],
+        tied_head=tied,
+        head=disk_names[head],
+        unquantized=[disk_names[name] for name in sorted(routers)],
+    )
+    chosen = {name for name in eligible if disk_names[name] in quantized}
+    if head in chosen and recipe.inputs is not None and not recipe.inputs.dynamic:
         raise UnsupportedError(
             f"{head} cannot be quantized with static inputs: nothing outside the decoder layers is "
             "observed; ignore it, or use dynamic inputs"
         )
-    chosen = set(quantized)
     return [_plan_module(skeleton, n, layer_of[n], n in chosen, recipe) for n in known]
 
 
 def _plan_held_otherwise(skeleton: Skeleton) -> list[ModulePlan]:
     """Plan the weights that engines run as linear layers and transformers holds in another form.
 
-    Fused experts and routers, for instance. They stay as they are, and engines must be told so.
+    Routers, for instance, and experts in a form that is not split. They stay as they are, and
+    engines must be told so.
     """
     source = skeleton.source
     stored_of = {name: skeleton.source_name(name) for name, _ in skeleton.model.named_parameters()}
     planned = {stored_of[f"{name}.weight"] for name in skeleton.linear_modules()} - {None}
-    layer_of = {f"{skeleton.disk_name(n)}.": i for i, n in enumerate(skeleton.layer_names)}
-    plans = []
+    prefixes, plans = _stored_prefixes(skeleton), []
     for name in source.names:
         shape = source.shape(name)
         if not name.endswith(".weight") or len(shape) != 2 or name in planned:
             continue
-        layer = next((i for prefix, i in layer_of.items() if name.startswith(prefix)), None)
+        layer = _number_by_prefix(prefixes, name)
         if layer is None and name in stored_of.values():
             continue  # embeddings
         size, module = _nbytes(source, name), name.removesuffix(".weight")
         plans.append(ModulePlan(module, (shape[0], shape[1]), layer, False, size, size))
+    return plans + _plan_fused_experts(skeleton)
+
+
+def _plan_fused_experts(skeleton: Skeleton) -> list[ModulePlan]:
+    """Plan experts that are not split, under the names of their lists; shapes are of all rows."""
+    source, stored = skeleton.source, dict[str, list[str]]()
+    for name, module in skeleton.fused_experts().items():
+        for leaf, _ in module.named_parameters():
+            tensor = skeleton.source_name(f"{name}.{leaf}")
+            if tensor is not None:  # else each expert is stored, and planned, by itself
+                stored.setdefault(_list_name(tensor), []).append(tensor)
+    prefixes, plans = _stored_prefixes(skeleton), []
+    for name, tensors in stored.items():
+        size = sum(_nbytes(source, tensor) for tensor in tensors)
+        matrices = [shape for shape in map(source.shape, tensors) if len(shape) == 3]
+        columns = matrices[0][-1]
+        rows = sum(prod(shape) for shape in matrices) // columns
+        layer = _number_by_prefix(prefixes, name)
+        plans.append(ModulePlan(name, (rows, columns), layer, False, size, size))
     return plans
 
 
-def _warnings(source: ModelSource, others: Sequence[ModulePlan]) -> tuple[str, ...]:
-    inside = [module.name for module in others if module.layer is not None]
+def _list_name(tensor: str) -> str:
+    """Return what a tensor's name calls a list of experts: the name up to that word."""
+    found = re.match(r".*\bexperts\b", tensor)
+    return found[0] if found else tensor.removesuffix(".weight")
+
+
+def _warnings(skeleton: Skeleton, others: Sequence[ModulePlan]) -> tuple[str, ...]:
+    routers = {skeleton.disk_name(name) for name in skeleton.routers()}
+    inside = [m.name for m in others if m.layer is not None and m.name not in routers]
     if not inside:
         return ()
     names = ", ".join(inside[:3]) + (", ..." if len(inside) > 3 else "")
     return (
-        f"{len(inside)} weights of {source.name} stay as they are, because transformers does not "
-        f"hold them as linear modules (experts, routers): {names}",
+        f"{len(inside)} weights of {skeleton.source.name} stay as they are, because transformers "
+        "does not hold them as linear modules, or engines have no names for the parts (experts "
+        f"with biases, transposed or without gate): {names}",
     )
 
 
@@ -229,6 +266,15 @@ def _layer_number(skeleton: Skeleton, name: str) -> int | None:
         if name.startswith(f"{layer}."):
             return number
     return None
+
+
+def _stored_prefixes(skeleton: Skeleton) -> dict[str, int]:
+    """Return the layers' numbers by what the names of their tensors begin with in the source."""
+    return {f"{skeleton.disk_name(n)}.": i for i, n in enumerate(skeleton.layer_names)}
+
+
+def _number_by_prefix(prefixes: Mapping[str, int], name: str) -> int | None:
+    return next((i for prefix, i in prefixes.items() if name.startswith(prefix)), None)
 
 
 def _nbytes(source: ModelSource, name: str) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from quantkit.calibrate.groups import expert_of
 from quantkit.calibrate.moments import InputMoments, group_name
 from quantkit.calibrate.observers import AmaxObserver, amax_of, canonical_input
 from quantkit.calibrate.skeleton import Skeleton
@@ -23,7 +24,7 @@ from quantkit.calibrate.weight_tiers import TierChoice, choose_tiers
 from quantkit.checkpoint import check_scale
 from quantkit.errors import CalibrationError
 from quantkit.numerics import amax_to_scale, fake_quantize, tile_amax
-from quantkit.scheme import Granularity, QuantSpec, fused_siblings
+from quantkit.scheme import Granularity, QuantSpec
 
 
 @dataclass(slots=True)
@@ -183,9 +184,26 @@ def sqnr_db(signal: Tensor, approximation: Tensor) -> float:
     return 20 * log10(power / noise) if power > 0 else -inf
 
 
-def _shared_amax(name: str, amax: Mapping[str, Tensor]) -> Tensor:
-    group = [amax[sibling] for sibling in fused_siblings(name) if sibling in amax]
-    return torch.stack(group).amax(dim=0)
+def set_input_ranges(
+    linears: Mapping[str, QuantizedLinear], amax: Mapping[str, Tensor], spec: QuantSpec
+) -> None:
+    """Fix the static input scales of linears from the ranges of their inputs.
+
+    Those that an engine multiplies with one scale share the largest: q/k/v, gate/up, and the same
+    linear of all experts of a layer. Shapes: each amax scalar or [1].
+    """
+    largest: dict[str, Tensor] = {}
+    for name in linears:
+        key = _range_key(name, amax)
+        largest[key] = torch.maximum(largest.get(key, amax[name]), amax[name])
+    for name, linear in linears.items():
+        linear.set_input_range(largest[_range_key(name, amax)], spec)
+
+
+def _range_key(name: str, amax: Mapping[str, Tensor]) -> str:
+    first = group_name(name, amax)
+    expert = expert_of(first)
+    return f"{expert[0]}.*.{expert[2]}" if expert else first
 
 
 class InputObservers:
@@ -211,8 +229,13 @@ class InputObservers:
 
         return observe
 
+    @property
+    def num_tokens(self) -> dict[str, int]:
+        """How many tokens each module has seen."""
+        return {name: observer.num_observations for name, observer in self._observers.items()}
+
     def finish(self, linears: Mapping[str, QuantizedLinear], spec: QuantSpec) -> None:
-        """Remove the hooks and set each module's input scale, shared within fused groups.
+        """Remove the hooks and set each module's input scale, see `set_input_ranges`.
 
         Raises CalibrationError naming a module that never ran or whose input was not finite.
         """
@@ -226,8 +249,7 @@ class InputObservers:
                     "or use a recipe with dynamic inputs (fp8-dynamic)"
                 )
             amax[name] = observer.amax
-        for name, linear in linears.items():
-            linear.set_input_range(_shared_amax(name, amax), spec)
+        set_input_ranges(linears, amax, spec)
 
 
 class InputQuantizers:

@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
+from quantkit.calibrate.expert_tokens import ExpertReach
+from quantkit.calibrate.groups import engine_group, expert_of, kind_of
 from quantkit.calibrate.kv_report import KvReport
-from quantkit.calibrate.moments import group_name
 from quantkit.calibrate.plan import ModulePlan, Plan
 from quantkit.calibrate.sensitivity import Sensitivity
 from quantkit.calibrate.tiers import TIER_FIELDS
-from quantkit.scheme import fused_siblings
 
 logger = logging.getLogger("quantkit")
 
@@ -67,7 +67,8 @@ class LayerReport:
 
     `output_sqnr_db` compares what the layer adds to the residual stream with what the original
     layer adds to the same input, for the first batch; None if no data ran. `scales` holds the KV
-    scales by tensor name. `smoothing`: what was done, or not and why, one line a pair.
+    scales by tensor name. `smoothing`: what was done, or not and why, one line a pair. `experts`:
+    which tokens the experts were calibrated on, one a list of experts.
     """
 
     name: str
@@ -76,6 +77,7 @@ class LayerReport:
     scales: dict[str, list[float]] = field(default_factory=dict)
     kv: KvReport | None = None
     smoothing: list[str] = field(default_factory=list)
+    experts: list[ExpertReach] = field(default_factory=list)
 
     def add_sensitivity(self, plan: Plan, number: int, sensitivity: Sensitivity | None) -> None:
         """List what layer `number` of the plan keeps, and what each group was predicted to cost."""
@@ -83,14 +85,15 @@ class LayerReport:
             return
         done = {module.name for module in self.modules}
         for planned in plan.modules:
-            group = any(name in sensitivity.predicted_kl for name in fused_siblings(planned.name))
-            if planned.layer == number and group and planned.name not in done:
+            group = engine_group(planned.name, sensitivity.predicted_kl)
+            known = group in sensitivity.predicted_kl
+            if planned.layer == number and known and planned.name not in done:
                 self.modules.append(
                     ModuleReport(planned.name, planned.shape, (KEEP,), bytes=planned.target_bytes)
                 )
         names = {module.name: module for module in self.modules}
         self.modules = [
-            replace(module, predicted_kl=sensitivity.predicted_kl.get(group_name(name, names)))
+            replace(module, predicted_kl=sensitivity.predicted_kl.get(engine_group(name, names)))
             for name, module in names.items()
         ]
 
@@ -173,6 +176,7 @@ def _layer_json(layer: LayerReport) -> dict[str, Any]:
         "output_sqnr_db": _rounded(layer.output_sqnr_db),
         "scales": layer.scales,
         "smoothing": layer.smoothing,
+        "experts": [asdict(experts) for experts in layer.experts],
         "kv": layer.kv.to_json() if layer.kv else None,
         "modules": [_module_json(module) for module in layer.modules],
     }
@@ -193,7 +197,7 @@ def _rounded(value: float | None) -> float | None:
 def _by_kind(modules: Sequence[ModulePlan]) -> dict[str, list[ModulePlan]]:
     kinds: dict[str, list[ModulePlan]] = {}
     for module in modules:
-        kinds.setdefault(module.name.rpartition(".")[2], []).append(module)
+        kinds.setdefault(kind_of(module.name), []).append(module)
     return kinds
 
 
@@ -203,16 +207,31 @@ def _plan_table(plan: Plan) -> Table:
         table.add_column(column, no_wrap=True)
     for column in ("bytes before", "bytes after"):
         table.add_column(column, justify="right")
-    for module in plan.modules:
-        spec = plan.recipe.weights
-        becomes = f"{spec.format}, by {spec.granularity.value}" if module.quantized else "unchanged"
-        shape = f"{module.shape[0]} x {module.shape[1]}"
-        sizes = (f"{module.source_bytes:,}", f"{module.target_bytes:,}")
-        table.add_row(module.name, shape, becomes, *sizes)
+    for name, modules in _rows(plan.modules).items():
+        spec, first = plan.recipe.weights, modules[0]
+        becomes = f"{spec.format}, by {spec.granularity.value}" if first.quantized else "unchanged"
+        shape = f"{first.shape[0]} x {first.shape[1]}"
+        sizes = (sum(m.source_bytes for m in modules), sum(m.target_bytes for m in modules))
+        table.add_row(name, shape, becomes, *(f"{size:,}" for size in sizes))
     total = f"all tensors ({len(plan.quantized)} modules in FP8)"
     table.add_section()
     table.add_row(total, "", "", f"{plan.source_bytes:,}", f"{plan.target_bytes:,}")
     return table
+
+
+def _rows(modules: Sequence[ModulePlan]) -> dict[str, list[ModulePlan]]:
+    """Collect what makes a row of a plan: a module, or one linear of all experts of a layer."""
+    counts: dict[str, int] = {}
+    rows: dict[tuple[str, str] | str, list[ModulePlan]] = {}
+    for module in modules:
+        expert = expert_of(module.name)
+        if expert:
+            counts[expert[0]] = max(counts.get(expert[0], 0), expert[1] + 1)
+        rows.setdefault((expert[0], expert[2]) if expert else module.name, []).append(module)
+    return {
+        key if isinstance(key, str) else f"{key[0]}.0-{counts[key[0]] - 1}.{key[1]}": found
+        for key, found in rows.items()
+    }
 
 
 def _result_table(report: Report) -> Table:

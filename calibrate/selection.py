@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Protocol
 
+from quantkit.calibrate.groups import expert_of
 from quantkit.errors import RecipeError, nearest
 from quantkit.scheme import fused_siblings
 
@@ -41,14 +42,19 @@ class Selecting(Protocol):
 
 
 def resolve_modules(
-    recipe: Selecting, linear_names: Sequence[str], tied_head: bool = False, head: str = HEAD
+    recipe: Selecting,
+    linear_names: Sequence[str],
+    tied_head: bool = False,
+    head: str = HEAD,
+    unquantized: Sequence[str] = (),
 ) -> tuple[list[str], list[str]]:
     """Split a model's linear modules into (quantized, ignored), full names in the model's order.
 
     `head` is the full name of the output head; `tied_head` says that it shares the input
     embedding's matrix, so it can only be ignored, and is then listed though it has no tensor.
-    Raises RecipeError for an entry that matches nothing, a quantized tied head, a split fused
-    group, and when nothing is left to quantize.
+    `unquantized` are further modules that stay as they are in any case (routers): entries of
+    `ignore` may match them. Raises RecipeError for an entry that matches nothing, a quantized tied
+    head, a split fused group, and when nothing is left to quantize.
     """
     names = list(linear_names)
     if tied_head and head not in names:
@@ -63,7 +69,8 @@ def resolve_modules(
         )
     for entry in recipe.ignore:
         heads = [name for name in names if name == head or _has_parts(name, HEAD)]
-        selected.difference_update(heads if entry == HEAD else match_names(entry, names, "ignore"))
+        known = [*names, *unquantized]
+        selected.difference_update(heads if entry == HEAD else match_names(entry, known, "ignore"))
     if tied_head and (head in selected or HEAD in recipe.targets):
         raise RecipeError(
             f"recipe {recipe.name} quantizes {head}, which this model ties to its input embedding "
@@ -75,6 +82,7 @@ def resolve_modules(
             f"{len(names)} linear modules"
         )
     _check_fused_groups(selected, names)
+    _check_experts(selected, names)
     return [n for n in names if n in selected], [n for n in names if n not in selected]
 
 
@@ -91,6 +99,22 @@ def _check_fused_groups(selected: set[str], names: list[str]) -> None:
                 f"the fused group ({members}) of {parent} is quantized in part: "
                 f"{', '.join(missing)} would stay as it is; engines run the group as one matmul, "
                 "so ignore all of its members or none"
+            )
+
+
+def _check_experts(selected: set[str], names: list[str]) -> None:
+    """Raise RecipeError if some experts of a layer are quantized and others not."""
+    first: dict[str, str] = {}
+    for name in names:
+        expert = expert_of(name)
+        if expert is None:
+            continue
+        other = first.setdefault(expert[0], name)
+        if (name in selected) != (other in selected):
+            left = other if name in selected else name
+            raise RecipeError(
+                f"the experts of {expert[0]} are quantized in part: {left} would stay as it is; "
+                "engines run all experts of a layer as one, so ignore all of them or none"
             )
 
 

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quantkit.calibrate.groups import engine_group
 from quantkit.calibrate.layerwise import Batch, LayerwiseModel
-from quantkit.calibrate.moments import group_name
 from quantkit.calibrate.progress import Phase
 from quantkit.calibrate.quantized_layer import fake_quantize_input
 from quantkit.errors import CalibrationError
@@ -34,7 +34,10 @@ MIN_TOKENS = 2560
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Predicted divergence in nats a token, by module; a fused group has one value for all."""
+    """Predicted divergence in nats a token, by module.
+
+    A fused group has one value for all, and so have all experts of a layer, under the list's name.
+    """
 
     predicted_kl: dict[str, float]
     num_tokens: int
@@ -129,7 +132,7 @@ class SensitivityProbe:
                 handle.remove()
 
     def _hook(self, name: str) -> Any:
-        group = group_name(name, self._modules)
+        group = engine_group(name, self._modules)
 
         def observe(module: nn.Linear, args: tuple[Tensor, ...], output: Tensor) -> None:
             if not output.requires_grad or not output.numel():

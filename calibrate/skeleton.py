@@ -1,13 +1,15 @@
 """The source model as transformers modules whose weights come and go.
 
 The modules are built empty; one decoder layer at a time is filled from the source, used, and
-emptied again. Where transformers renames or merges tensors on loading, the whole model is loaded
-instead, and emptied layer by layer as it is used up.
+emptied again. Experts that transformers holds in one tensor a layer are split into linear modules,
+as checkpoints have them. Where transformers converts other tensors on loading, the whole model is
+loaded instead, and emptied layer by layer as it is used up.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,27 +17,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.calibrate.fused_source import with_split_experts
 from quantkit.calibrate.source import ModelSource
 from quantkit.errors import SourceError, UnsupportedError
+from quantkit.experts import find_fused, split_experts
+from quantkit.model_names import names_in_model
 
 logger = logging.getLogger("quantkit")
+
+_GATE = re.compile(r"(^|\.|_)(gate|router)(\.|$)")
 
 
 class Skeleton:
     """The model's modules, its decoder layers, and how their names map to the source's tensors.
 
-    `layers[i]` is a decoder layer and `layer_names[i]` its full module name. `dtype` is what the
-    modules compute in.
+    `layers[i]` is a decoder layer and `layer_names[i]` its full module name; `experts` are lists of
+    experts by full module name. `source` has each expert's tensors by themselves, also where the
+    file does not. `dtype` is what the modules compute in.
     """
 
     def __init__(
         self, source: ModelSource, config: Any, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.source = source
         self.dtype = dtype
         self.device = device
         self._is_whole = False
         self.model = _build_empty(config, source, dtype)
+        fused = find_fused(self.model)
+        self.source = with_split_experts(source, names_in_model(self.model, source.names), fused)
+        self.experts = split_experts(self.model, fused)
         self._source_names = self._map_names()
         if self._source_names is None:
             logger.warning(
@@ -44,6 +54,7 @@ class Skeleton:
                 source.name,
             )
             self.model = source.load_model(dtype).eval()
+            self.experts = split_experts(self.model, fused)
             self._is_whole = True
             self._source_names = self._known_names()
         self.decoder = _decoder(self.model)
@@ -59,6 +70,11 @@ class Skeleton:
             return None
         return f"{self.name_of(head)}.weight", f"{self.name_of(embedding)}.weight"
 
+    @property
+    def has_experts(self) -> bool:
+        """Tell whether tokens are routed to experts."""
+        return bool(self._expert_counts())
+
     def name_of(self, module: nn.Module) -> str:
         """Return the full name of one of the model's modules."""
         names: Iterator[tuple[str, nn.Module]] = self.model.named_modules()
@@ -71,9 +87,13 @@ class Skeleton:
 
     def disk_name(self, module_name: str) -> str:
         """Return the name of a module in the source's terms: the base model's prefix may differ."""
+        weight = self.source_name(f"{module_name}.weight")
+        if weight is not None:
+            return weight.removesuffix(".weight")
         for name, stored in (self._source_names or {}).items():
-            if name.startswith(f"{module_name}."):
-                return stored.removesuffix(name.removeprefix(module_name))
+            inside = name.removeprefix(module_name)
+            if name.startswith(f"{module_name}.") and stored.endswith(inside):
+                return stored.removesuffix(inside)
         return module_name
 
     def linear_modules(self) -> dict[str, nn.Linear]:
@@ -83,6 +103,29 @@ class Skeleton:
             for name, module in self.model.named_modules()
             if isinstance(module, nn.Linear)
         }
+
+    def routers(self) -> set[str]:
+        """Return the full names of the modules that choose experts or weigh them.
+
+        Engines keep these in the source's dtype, whatever a checkpoint has.
+        """
+        found = set()
+        for name, count in self._expert_counts().items():
+            parent = name.rpartition(".")[0]
+            for part, module in self.model.get_submodule(parent).named_modules():
+                weight = getattr(module, "weight", None)
+                is_gate = _GATE.search(part) and not f"{parent}.{part}".startswith(f"{name}.")
+                if is_gate and isinstance(weight, Tensor) and weight.shape[0] in (1, count):
+                    found.add(f"{parent}.{part}")
+        return found
+
+    def fused_experts(self) -> dict[str, nn.Module]:
+        """Return the lists of experts that could not be split, by full module name."""
+        return {n: m for n, m in self.model.named_modules() if hasattr(m, "is_transposed")}
+
+    def _expert_counts(self) -> dict[str, int]:
+        fused = {n: getattr(m, "num_experts", 0) for n, m in self.fused_experts().items()}
+        return fused | {name: len(experts) for name, experts in self.experts.items()}
 
     def load(self, prefix: str) -> None:
         """Fill every empty parameter and buffer below `prefix` ("" for all outside the layers)."""
@@ -153,7 +196,10 @@ class Skeleton:
         return names
 
     def _known_names(self) -> dict[str, str]:
-        """Names that are the same in both, with or without the base model's prefix."""
+        """Names that are the same in both, or that transformers only renames.
+
+        The base model's prefix may be there or not.
+        """
         stored = set(self.source.names)
         prefix = f"{self.model.base_model_prefix}."
         names = {}
@@ -162,7 +208,9 @@ class Skeleton:
                 if candidate in stored:
                     names[name] = candidate
                     break
-        return names
+        left = sorted(stored - set(names.values()))
+        renamed = names_in_model(self.model, left)
+        return names | {inner: outer for outer, inner in renamed.items() if inner not in names}
 
 
 def _build_empty(config: Any, source: ModelSource, dtype: torch.dtype) -> Any:

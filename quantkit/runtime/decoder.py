@@ -25,7 +25,8 @@ from quantkit.runtime.engine import SequenceCache
 from quantkit.runtime.families import ModelShape
 from quantkit.runtime.kv_cache import CacheLayout, CacheStep, PagedCache, Scales
 from quantkit.runtime.layers import DenseLinear, Linear
-from quantkit.runtime.mlp import GatedMlp
+from quantkit.runtime.mlp import GatedMlp, Mlp
+from quantkit.runtime.moe import RoutedMlp
 from quantkit.runtime.scaled_linear import after_add_norm, after_norm
 from quantkit.runtime.weights import WeightSource
 
@@ -46,7 +47,7 @@ class DecoderLayer:
     k_norm: Tensor | None
     out: Linear
     post_norm: Tensor
-    mlp: GatedMlp
+    mlp: Mlp
     window: int | None
     rotary: bool
 
@@ -54,11 +55,10 @@ class DecoderLayer:
     def read(cls, reader: WeightSource, shape: ModelShape, number: int) -> DecoderLayer:
         """Read layer `number` of a checkpoint."""
         base = f"model.layers.{number}"
-        hidden, inner, head = shape.hidden_size, shape.intermediate_size, shape.head_dim
+        hidden, head = shape.hidden_size, shape.head_dim
         qkv = [f"{base}.self_attn.{leaf}" for leaf in ("q_proj", "k_proj", "v_proj")]
         qkv_rows = (shape.query_size, shape.kv_size, shape.kv_size)
-        gate_up = [f"{base}.mlp.{leaf}" for leaf in ("gate_proj", "up_proj")]
-        out, down = [f"{base}.self_attn.o_proj"], [f"{base}.mlp.down_proj"]
+        out = [f"{base}.self_attn.o_proj"]
         q_norm, k_norm = (
             reader.tensor(f"{base}.self_attn.{leaf}.weight", (head,)) if shape.qk_norm else None
             for leaf in ("q_norm", "k_norm")
@@ -70,24 +70,27 @@ class DecoderLayer:
             k_norm=k_norm,
             out=reader.linear(out, (hidden,), shape.query_size, shape.out_bias),
             post_norm=reader.tensor(f"{base}.post_attention_layernorm.weight", (hidden,)),
-            mlp=GatedMlp(
-                reader.linear(gate_up, (inner, inner), hidden, shape.mlp_bias),
-                reader.linear(down, (hidden,), inner, shape.mlp_bias),
-                shape.activation,
-            ),
+            mlp=_read_mlp(reader, shape, number),
             window=shape.windows[number],
             rotary=shape.rotary[number],
         )
 
     def add_to(self, step: StepLayers) -> bool:
         """Append the layer to those of a fused step; False if that cannot run it."""
-        qkv, out = self.qkv.for_step(), self.out.for_step()
-        gate_up, down = self.mlp.gate_up.for_step(), self.mlp.down.for_step()
-        if qkv is None or out is None or gate_up is None or down is None:
+        qkv, out, mlp = self.qkv.for_step(), self.out.for_step(), self.mlp.for_step()
+        if qkv is None or out is None or mlp is None:
             return False
         norms = (self.input_norm, self.q_norm, self.k_norm, self.post_norm)
-        step.add(*norms, qkv, out, gate_up, down, self.window, self.rotary)
+        step.add(*norms, qkv, out, *mlp, self.window, self.rotary)
         return True
+
+
+def _read_mlp(reader: WeightSource, shape: ModelShape, number: int) -> Mlp:
+    base = f"model.layers.{number}"
+    if shape.experts is not None and shape.experts.layers[number]:
+        return RoutedMlp.read(reader, shape, shape.experts, base)
+    sizes = (shape.hidden_size, shape.intermediate_size)
+    return GatedMlp.read(reader, f"{base}.mlp", sizes, shape.activation, bias=shape.mlp_bias)
 
 
 class Rotation:
@@ -152,6 +155,8 @@ class Decoder:
         reader.check_all_used()
         self._fused = self._fuse()
         records = self.device.type == "cuda" and self.dtype != torch.float32 and load_cuda_kernels()
+        # How many tokens an expert gets is only known to the host: nothing to record.
+        records = records and shape.experts is None
         self._graphs = StepGraphs(self.run_step, self.device) if records else None
         self._layout = CacheLayout(
             num_layers=shape.num_layers,

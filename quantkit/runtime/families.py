@@ -31,6 +31,16 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """What checkpoints call a layer's experts, and what is particular about their router."""
+
+    block: str = "mlp"  # holds the router, `gate`, and `experts`
+    leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    normalizes: bool = False  # chosen probabilities sum to one, whatever the config says
+    rounds: bool = True  # probabilities are rounded to the dtype of activations
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """What a model_type does beside the plain Llama decoder."""
 
@@ -38,6 +48,7 @@ class Family:
     bias_options: bool = False  # attention_bias and mlp_bias of the config count
     qk_norm: bool = False  # RMS norm over each head of q and k, before the rotary embedding
     window_everywhere: bool = False  # sliding_window counts in all layers, not by layer_types
+    experts: ExpertNames | None = None  # MLPs are lists of experts
 
 
 FAMILIES = {
@@ -46,6 +57,14 @@ FAMILIES = {
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(bias_options=True, qk_norm=True),
     "smollm3": Family(bias_options=True),
+    "mixtral": Family(
+        window_everywhere=True,
+        experts=ExpertNames("block_sparse_moe", ("w1", "w3", "w2"), normalizes=True, rounds=False),
+    ),
+    "qwen2_moe": Family(experts=ExpertNames()),
+    "qwen3_moe": Family(
+        bias_options=True, qk_norm=True, window_everywhere=True, experts=ExpertNames()
+    ),
 }
 
 _KNOWN_OPTIONS = frozenset(
@@ -56,9 +75,25 @@ _KNOWN_OPTIONS = frozenset(
         "pad_token_id", "bos_token_id", "eos_token_id", "pretraining_tp", "tie_word_embeddings",
         "rope_parameters", "attention_bias", "attention_dropout", "mlp_bias",
         "use_sliding_window", "sliding_window", "max_window_layers", "layer_types",
-        "no_rope_layers", "no_rope_layer_interval",
+        "no_rope_layers", "no_rope_layer_interval", "qkv_bias",
+        "num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob",
+        "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step",
+        "mlp_only_layers", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
     )
 )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """The experts of each layer that has some; `names` as in Family."""
+
+    names: ExpertNames
+    count: int
+    chosen: int  # experts a token
+    intermediate_size: int  # of one expert
+    shared_size: int | None  # of the expert that every token goes to; None if there is none
+    normalizes: bool
+    layers: tuple[bool, ...]  # per layer; False has a plain MLP
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +117,7 @@ class ModelShape:
     qk_norm: bool
     windows: tuple[int | None, ...]  # per layer; tokens a query sees, itself included
     rotary: tuple[bool, ...]  # per layer; False leaves positions out of attention
+    experts: ExpertShape | None = None
 
     @property
     def num_layers(self) -> int:
@@ -148,12 +184,13 @@ def model_shape(config: Any) -> ModelShape:
         norm_eps=config.rms_norm_eps,
         activation=ACTIVATIONS[config.hidden_act],
         tied=bool(config.tie_word_embeddings),
-        qkv_bias=family.qkv_bias or attention_bias,
+        qkv_bias=family.qkv_bias or attention_bias or bool(getattr(config, "qkv_bias", False)),
         out_bias=attention_bias,
         mlp_bias=family.bias_options and bool(getattr(config, "mlp_bias", False)),
         qk_norm=family.qk_norm,
         windows=_windows(config, family),
         rotary=_rotary_layers(config),
+        experts=_experts(config, family.experts) if family.experts else None,
     )
 
 
@@ -195,6 +232,22 @@ def _windows(config: Any, family: Family) -> tuple[int | None, ...]:
         everywhere = window if family.window_everywhere else None
         return (everywhere,) * int(config.num_hidden_layers)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _experts(config: Any, names: ExpertNames) -> ExpertShape:
+    count = int(getattr(config, "num_experts", None) or config.num_local_experts)
+    step = getattr(config, "decoder_sparse_step", 1)
+    plain = getattr(config, "mlp_only_layers", None) or ()
+    numbers = range(int(config.num_hidden_layers))
+    return ExpertShape(
+        names=names,
+        count=count,
+        chosen=int(config.num_experts_per_tok),
+        intermediate_size=getattr(config, "moe_intermediate_size", config.intermediate_size),
+        shared_size=getattr(config, "shared_expert_intermediate_size", None),
+        normalizes=names.normalizes or bool(getattr(config, "norm_topk_prob", False)),
+        layers=tuple(n not in plain and (n + 1) % step == 0 for n in numbers),
+    )
 
 
 def _rotary_layers(config: Any) -> tuple[bool, ...]:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
 
 from quantkit.checkpoint import cached_layers
 from quantkit.errors import CheckpointError, GenerationError, UnsupportedError
+from quantkit.experts import FUSED, find_fused, split_experts
+from quantkit.model_names import names_in_model
 from quantkit.numerics import E4M3, decode, encode
 from quantkit.runtime.decoder import check_context
 from quantkit.runtime.engine import SequenceCache
@@ -191,7 +191,8 @@ def load_model(reader: WeightReader, config: Any) -> Any:
     its name, if a tensor is missing.
     """
     model = _empty_model(config, reader.dtype)
-    names = _names_in_model(model, reader.checkpoint.names)
+    _split_experts(model, reader.checkpoint.names)
+    names = names_in_model(model, reader.checkpoint.names)
     for module in reader.checkpoint.quantized:
         _swap(model, names.get(f"{module}.weight"), module, reader)
     # A swapped linear has no tensors of its own left, so what remains is what was not quantized.
@@ -237,21 +238,11 @@ def _empty_model(config: Any, dtype: torch.dtype) -> Any:
         ) from None
 
 
-def _names_in_model(model: Any, names: Sequence[str]) -> dict[str, str]:
-    """Map names in the checkpoint to names in the model, where transformers renames on loading.
-
-    Also where files lack or have the prefix of the base model. Tensors that transformers would
-    merge with others have no counterpart and are left out.
-    """
-    known = model.state_dict()
-    transforms = get_model_conversion_mapping(model)
-    renamings = [transform for transform in transforms if type(transform) is WeightRenaming]
-    mapping = {}
-    for name in names:
-        renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, known)
-        if renamed in known:
-            mapping[name] = renamed
-    return mapping
+def _split_experts(model: Any, names: Sequence[str]) -> None:
+    """Give each expert linears of its own, but where the checkpoint has all of a layer in one."""
+    stored = set(names_in_model(model, names).values())
+    fused = [e for e in find_fused(model) if f"{e.name}.{FUSED[0]}" not in stored]
+    split_experts(model, fused)
 
 
 def _swap(model: Any, weight_name: str | None, module: str, reader: WeightReader) -> None:

@@ -6,6 +6,7 @@ norms that are not one, so that nothing that is dropped goes unseen.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.calibrate.skeleton import Skeleton
 from quantkit.calibrate.source import open_source
+from quantkit.checkpoint import read_checkpoint
 from tests import checkpoints, tiny
 
 GPT = {
@@ -73,6 +76,41 @@ MORE: dict[str, Callable[[], Any]] = {
     "mpt": partial(_config, "MptConfig", **GPT, d_model=64, n_layers=2, n_heads=4, max_seq_len=64),
     # Fused three-dimensional experts, under other names on disk.
     "mixtral": _like_llama("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
+    # A shared expert with a gate of its own.
+    "qwen2-moe": _like_llama(
+        "Qwen2MoeConfig",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        shared_expert_intermediate_size=80,
+    ),
+    "qwen3-moe": _like_llama(
+        "Qwen3MoeConfig",
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        head_dim=24,
+    ),
+    "olmoe": _like_llama("OlmoeConfig", num_experts=4, num_experts_per_tok=2),
+    # A dense layer first, then shared experts, and a router with a bias and groups.
+    "deepseek-v3": _like_llama(
+        "DeepseekV3Config",
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=48,
+        first_k_dense_replace=1,
+        n_group=2,
+        topk_group=1,
+        q_lora_rank=32,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=16,
+    ),
+    # Experts that are not split: transposed, with biases, gate and up interleaved.
+    "gpt-oss": _like_llama(
+        "GptOssConfig", num_local_experts=4, num_experts_per_tok=2, head_dim=16, sliding_window=5
+    ),
     # Keeps recurrent states beside, or instead of, keys and values.
     "falcon-h1": _like_llama(
         "FalconH1Config", head_dim=16, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_state=8
@@ -121,3 +159,22 @@ def run_whole(
         model.get_submodule(name).register_forward_hook(record)
     result = model(ids, use_cache=True)
     return outputs, getattr(result, "cache", None) or result.past_key_values
+
+
+def dequantized(checkpoint: Path, folder: Path) -> Any:
+    """Return transformers' float32 model of a checkpoint's dequantized weights.
+
+    They are saved to `folder` first: transformers merges experts on loading.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    del config["quantization_config"]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {name: tensor.contiguous() for name, tensor in read_checkpoint(checkpoint).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    return model.eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
@@ -115,6 +116,13 @@ class TestTable:
     ) -> None:
         report = calibrate(model_of("mixtral"), dry_run=True)
         cells = [[c.strip() for c in line.split("│")] for line in str(report).splitlines()]
-        shape_of = {row[1]: row[2] for row in cells if len(row) > 2}
+        row_of = {row[1]: row[2:] for row in cells if len(row) > 2}
         for module in report.plan.modules:
-            assert shape_of[module.name] == f"{module.shape[0]} x {module.shape[1]}"
+            # All experts of a layer make one row: there may be hundreds, and they are alike.
+            name = re.sub(r"\bexperts\.\d+", "experts.0-3", module.name)
+            assert row_of[name][0] == f"{module.shape[0]} x {module.shape[1]}"
+        experts = [m for m in report.plan.modules if m.name.endswith(".w1") and m.layer == 0]
+        before = sum(module.source_bytes for module in experts)
+        after = sum(module.target_bytes for module in experts)
+        row = row_of["model.layers.0.block_sparse_moe.experts.0-3.w1"]
+        assert row[2:4] == [f"{before:,}", f"{after:,}"]

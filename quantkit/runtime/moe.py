@@ -1,0 +1,101 @@
+"""The MLP of a mixture-of-experts layer: a router, experts, and one that every token goes to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantkit.experts import route
+from quantkit.row_ops import add_rms_norm
+from quantkit.runtime.families import ExpertShape, ModelShape
+from quantkit.runtime.layers import DenseLinear, Linear
+from quantkit.runtime.mlp import GatedMlp
+from quantkit.runtime.weights import WeightSource
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """Chooses the likeliest experts of each token. `linear` gives one logit an expert."""
+
+    linear: Linear
+    chosen: int
+    normalizes: bool  # what is chosen sums to one
+    rounds: bool  # to the dtype of the tokens
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers of the chosen experts and their weights.
+
+        Shapes: [num_tokens, hidden_size] -> int64 and float, [num_tokens, chosen].
+        """
+        probabilities = self.linear(x).softmax(dim=-1, dtype=torch.float32)
+        weights, numbers = probabilities.topk(self.chosen, dim=-1)
+        if self.normalizes:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return numbers, weights.to(x.dtype) if self.rounds else weights
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """`sigmoid(gate(x)) * mlp(x)`, beside what the router chose."""
+
+    gate: Linear
+    mlp: GatedMlp
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Shapes: [num_tokens, hidden_size] -> the same."""
+        return self.gate(x).sigmoid() * self.mlp(x)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedMlp:
+    """The weighted sum of the chosen experts' outputs, and the shared expert's; implements Mlp."""
+
+    router: Router
+    experts: tuple[GatedMlp, ...]
+    shared: SharedExpert | None
+
+    @classmethod
+    def read(
+        cls, reader: WeightSource, shape: ModelShape, experts: ExpertShape, layer: str
+    ) -> RoutedMlp:
+        """Read the experts of a layer, whose name is given."""
+        names, hidden = experts.names, shape.hidden_size
+        base = f"{layer}.{names.block}"
+        sizes = (hidden, experts.intermediate_size)
+        gate = reader.tensor(f"{base}.gate.weight", (experts.count, hidden))
+        return cls(
+            Router(DenseLinear(gate), experts.chosen, experts.normalizes, names.rounds),
+            tuple(
+                GatedMlp.read(
+                    reader, f"{base}.experts.{number}", sizes, shape.activation, names.leaves
+                )
+                for number in range(experts.count)
+            ),
+            cls._read_shared(reader, shape, experts.shared_size, base),
+        )
+
+    @staticmethod
+    def _read_shared(
+        reader: WeightSource, shape: ModelShape, size: int | None, base: str
+    ) -> SharedExpert | None:
+        if size is None:
+            return None
+        hidden = shape.hidden_size
+        gate = reader.tensor(f"{base}.shared_expert_gate.weight", (1, hidden))
+        mlp = GatedMlp.read(reader, f"{base}.shared_expert", (hidden, size), shape.activation)
+        return SharedExpert(DenseLinear(gate), mlp)
+
+    def after_add_norm(
+        self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return `total = hidden + delta` and what the experts make of its norm; see Mlp."""
+        total, normed = add_rms_norm(hidden, delta, weight, eps)
+        numbers, weights = self.router(normed)
+        result = route(normed, numbers, weights, self.experts)
+        return total, result if self.shared is None else result + self.shared(normed)
+
+    def for_step(self) -> None:
+        """Return None: `decoder_step` knows no experts."""
+        return None
