@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quantkit.lint import lint
-from tests.lint.folders import LAYERS, Draft, dynamic, quantized
+from tests.lint.folders import BASES, LAYERS, Draft, dynamic, quantized
 
 ROUTER = "model.layers.{}.mlp.gate"
 VISION = "model.visual.blocks.0.mlp.fc1.weight"
@@ -101,3 +101,21 @@ def test_a_tied_head_needs_no_entry(
     del draft.tensors["lm_head.weight"]
     draft.config["tie_word_embeddings"] = True
     assert rules(draft, tmp_path / "tied") == set()
+
+
+def test_the_last_of_fused_linears_may_end_in_part_of_a_block(tmp_path: Path) -> None:
+    for base, engines in (("block", set()), ("fp8-block", {"sglang"})):
+        draft = BASES[base][0]()
+        for layer in range(LAYERS):
+            name = f"model.layers.{layer}.self_attn.v_proj.weight"
+            draft.tensors[name] = draft.tensors[name][:64].clone()
+        report = lint(draft.save(tmp_path / base))
+        assert {engine for finding in report.findings for engine in finding.engines} == engines
+
+
+def test_experts_stored_together_are_named_by_their_first(tmp_path: Path) -> None:
+    draft = dynamic()
+    draft.tensors["model.layers.0.mlp.experts.down_proj"] = torch.ones(2, 64, 256).bfloat16()
+    assert rules(draft, tmp_path / "without") == {"experts-not-ignored"}
+    draft.quantization["ignore"].append("re:.*experts.*")
+    assert rules(draft, tmp_path / "with") == {"ignore-regex"}  # TensorRT-LLM's note

@@ -336,6 +336,13 @@ OTHER_CONTAINERS = [
 ]
 IGNORE = [
     Case(
+        "experts-not-ignored",
+        "dynamic",
+        add("model.layers.0.mlp.experts.gate_up_proj", 2, 64, 256),
+        SERVERS,
+        place="model.layers.0.mlp.experts.gate_up_proj",
+    ),
+    Case(
         "fused-group-split",
         "dynamic",
         both(plain(GATE0), ignore(GATE0)),
@@ -349,6 +356,13 @@ IGNORE = [
         ignore(GATE0),
         (VLLM, SGLANG),
         also=("ignored-but-quantized",),
+    ),
+    Case(
+        "experts-scheme",
+        "dynamic",
+        both(experts, inputs(strategy="tensor", dynamic=True)),
+        (VLLM, SGLANG),
+        also=("unsupported-scheme",),
     ),
     Case(
         "experts-split",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from quantkit.lint.finding import Finding
 from quantkit.lint.rules import (
     compressed_tensors,
+    experts,
     fp8,
     ignore_list,
     kv_cache,
@@ -29,6 +30,7 @@ RULES: tuple[Rule, ...] = (
     *fp8.RULES,
     *modelopt.RULES,
     *ignore_list.RULES,
+    *experts.RULES,
     *scales.RULES,
     *kv_cache.RULES,
     *tensor_parallel.RULES,

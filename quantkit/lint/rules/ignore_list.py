@@ -211,17 +211,6 @@ def _splits(subject: Subject, engine: str, linears: list[Linear]) -> bool:
     return any(named) and not all(named)
 
 
-def split_experts(subject: Subject) -> Iterator[Finding]:
-    """One kernel runs all experts of a layer (vLLM: compressed_tensors_moe.py, get_moe_method)."""
-    for linears in subject.linears.experts():
-        plain = [linear for linear in linears if not linear.is_coded]
-        if plain and len(plain) < len(linears):
-            problem = f"is {plain[0].weight.dtype}, and other experts of its layer are in 8 bits"
-            advice = "quantize all experts of a layer, or none"
-            engines = subject.loaders(*SERVERS)
-            yield error("experts-split", engines, plain[0].weight.name, problem, advice)
-
-
 def patterns_for_tensorrt(subject: Subject) -> Iterator[Finding]:
     """TensorRT-LLM: models/modeling_utils.py, is_module_excluded_from_quantization.
 
@@ -242,6 +231,5 @@ RULES = (
     matches_nothing,
     split_group,
     ignored_in_part,
-    split_experts,
     patterns_for_tensorrt,
 )
