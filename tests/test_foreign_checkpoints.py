@@ -24,11 +24,13 @@ from torch import Tensor
 from quantkit import load_fp8
 from quantkit.checkpoint import open_checkpoint, read_checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.inspection import inspect
+from quantkit.inspection.tables import make_tables
 from quantkit.runtime.loading import load_engine
 from quantkit.scheme import Granularity, QuantSpec
 from tests import tiny
 from tests.checkpoints import edit_config
-from tests.cli.command import quantkit
+from tests.cli.command import assert_one_line_error, quantkit
 
 FOREIGN = Path(__file__).parent / "fixtures" / "foreign"
 BLOCKS = {
@@ -533,6 +535,31 @@ def test_generate_and_eval_run_on_a_foreign_folder(copied: Copied, tmp_path: Pat
     done = quantkit("generate", folder, "--prompt", "the cat", "--max-new-tokens", "4")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+    done = quantkit("inspect", folder)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("down_proj") == 1
+    assert "no quantkit.json" in done.stderr
     done = quantkit("eval", folder, "--data", text, "--window", "32", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["measurements"].keys() == {"none", "fp8"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inspect_shows_what_is_stored(name: str) -> None:
+    inspection = inspect(FOREIGN / name)
+    checkpoint, value = open_checkpoint(FOREIGN / name), inspection.to_json()
+    modules = [m["name"] for layer in value["layers"] for m in layer["modules"]]
+    assert sorted(modules) == checkpoint.quantized
+    assert [layer["number"] for layer in value["layers"]] == list(
+        range(config_of(name)["num_hidden_layers"])
+    )
+    assert value["recipe"].startswith(f"{checkpoint.container.method}, weights per ")
+    assert 1.0 <= value["bytes_per_weight"] < 1.2
+    assert any("no quantkit.json" in warning for warning in value["warnings"])
+    for table in make_tables(inspection):
+        assert table.row_count
+
+
+def test_inspect_of_a_damaged_folder_names_the_tensor(copied: Copied) -> None:
+    folder = edit(copied(BLOCK), lambda tensors: tensors.pop(f"{Q}.weight_scale_inv"))
+    assert_one_line_error(quantkit("inspect", folder), 2, f"{Q}.weight_scale_inv")

@@ -70,7 +70,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "load": (*RUNTIME, "speculative"),
     "export": (*SHARED, "calibrate", "inspection", "lint", "export"),
     "evaluate": (*SHARED, "calibrate", *OPS, "runtime", "evaluate"),
-    "inspection": ("errors", "shards", "staging", "inspection"),
+    "inspection": (
+        "errors", "shards", "staging", "scheme", "containers", "checkpoint", "inspection",
+    ),  # fmt: skip
     "lint": ("errors", "scheme", "shards", "tensor_file", "lint"),
     "bench": (*SHARED, "calibrate", *OPS, "runtime", "bench"),
     "cli": (*EVERYTHING, "__init__"),

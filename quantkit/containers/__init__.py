@@ -29,6 +29,7 @@ __all__ = [
     "Shape",
     "container_of",
     "default_container",
+    "is_quantized",
     "read_scheme",
 ]
 
@@ -54,8 +55,13 @@ def read_scheme(config: Mapping[str, Any], folder: Path | None = None) -> tuple[
     return container, container.from_config(block)
 
 
-def _block_of(config: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
-    """Return `quantization_config`, wherever a tool has put it."""
+def is_quantized(config: Mapping[str, Any], folder: Path | None = None) -> bool:
+    """Tell whether the checkpoint with this config.json says that it is quantized, somehow."""
+    return _find_block(config, folder) is not None
+
+
+def _find_block(config: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any] | None:
+    """Return `quantization_config`, wherever a tool has put it, if there is one."""
     for level in (config, config.get("text_config")):
         for key in ("quantization_config", "compression_config"):
             block = level.get(key) if isinstance(level, Mapping) else None
@@ -63,6 +69,13 @@ def _block_of(config: Mapping[str, Any], folder: Path | None) -> Mapping[str, An
                 return block
     if folder is not None and (folder / SIDE_FILE).is_file():
         return {"quant_method": ModelOpt.method, **read_json(folder / SIDE_FILE)}
+    return None
+
+
+def _block_of(config: Mapping[str, Any], folder: Path | None) -> Mapping[str, Any]:
+    block = _find_block(config, folder)
+    if block is not None:
+        return block
     where = "config.json" if folder is None else folder / "config.json"
     raise CheckpointError(
         f"{where} has no quantization_config; quantize the model first with 'quantkit calibrate'"

@@ -185,11 +185,12 @@ def by_tiers(record: Record) -> list[TierRow]:
 def by_sensitivity(record: Record) -> list[SensitivityRow]:
     """Return the fused groups with a predicted KL, the most sensitive first.
 
-    Modules of a group stand side by side in a layer and carry the same prediction.
+    Modules of a group stand side by side in a layer and carry the same prediction; so do all
+    experts of a layer.
     """
     rows = []
     for layer in record.layers:
-        groups = group(layer.modules, lambda m: (m.name.rpartition(".")[0], m.predicted_kl))
+        groups = group(layer.modules, lambda m: (_group_parent(m), m.predicted_kl))
         for (_, predicted), modules in groups.items():
             if predicted is not None:
                 weights = sum(module.num_weights for module in modules)
@@ -197,6 +198,12 @@ def by_sensitivity(record: Record) -> list[SensitivityRow]:
                 place = layer_label(layer)
                 rows.append(SensitivityRow(place, join_kinds(modules), predicted, weights, kept))
     return sorted(rows, key=lambda row: -row.predicted_kl)
+
+
+def _group_parent(module: ModuleRecord) -> str:
+    """Return what a module's group is in: its parent, or the list of experts that it is in."""
+    parent = module.name.rpartition(".")[0]
+    return parent.rpartition(".")[0] if module.kind.startswith("experts.") else parent
 
 
 def inputs(record: Record) -> list[InputRow]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.inspection import groups
+from quantkit.inspection.foreign import is_foreign, read_foreign
 from quantkit.inspection.groups import (
     ChannelRow,
     KindRow,
@@ -87,9 +88,11 @@ class Inspection:
 def inspect(checkpoint: str | os.PathLike[str]) -> Inspection:
     """Gather what is known about a checkpoint folder; reads quantkit.json and weight headers.
 
-    Raises CheckpointError if the folder has no readable quantkit.json.
+    Of a checkpoint that another tool wrote it is what the weights say. Raises CheckpointError if
+    the folder has neither a readable quantkit.json nor such a checkpoint.
     """
-    record = read_record(Path(checkpoint))
+    folder = Path(checkpoint)
+    record = read_foreign(folder) if is_foreign(folder) else read_record(folder)
     sizes = read_sizes(record)
     return Inspection(
         record=record,

@@ -62,6 +62,12 @@ class ModuleRecord:
         return self.tiers is not None and KEEP in self.tiers
 
     @property
+    def is_measured(self) -> bool:
+        """Tell whether anything is known that is not in the weights themselves."""
+        errors = (self.weight_sqnr_db, self.plain_output_sqnr_db, self.output_sqnr_db)
+        return self.tiers is not None or any(error is not None for error in errors)
+
+    @property
     def num_weights(self) -> int:
         """Elements of the weight."""
         return prod(self.shape)

@@ -26,7 +26,9 @@ def make_tables(inspection: Inspection, show_all: bool = False) -> list[Table]:
     record = inspection.record
     places = [(layer, module) for layer in record.layers for module in layer.modules]
     tables = [_overview_table(inspection)]
-    if show_all or len(places) <= MAX_MODULES:
+    if record.version is None and not any(module.is_measured for _, module in places):
+        tables.append(_kind_table(inspection.kinds))
+    elif show_all or len(places) <= MAX_MODULES:
         tables.append(_module_table("modules (SQNR)", places))
         tables.append(_layer_table("layers (SQNR, FP8 KV cache)", record.layers))
     else:
