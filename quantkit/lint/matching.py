@@ -115,6 +115,14 @@ def _itself_and_experts(module: str) -> Iterator[str]:
         yield f"{parent}.experts"
 
 
+def _parts_of_layer(module: str) -> Iterator[str]:
+    yield from _parts(_parent_of_experts(module))
+
+
+def _layer_without_model(entry: str) -> str:
+    return _without_model(_parent_of_experts(entry))
+
+
 def _parent_of_experts(entry: str) -> str:
     parent, found, _ = entry.partition(EXPERTS)
     return f"{parent}.experts" if found else entry
@@ -140,6 +148,10 @@ def _boundary_or_suffix(entry: str, module: str) -> bool:
     expression = compiled(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))")
     found = expression is not None and expression.match(module) is not None
     return found or module.endswith(entry)
+
+
+def _never(entry: str, module: str) -> bool:
+    return False
 
 
 def _always(entry: str) -> bool:
@@ -171,9 +183,9 @@ DIALECTS: dict[tuple[str, str], Dialect] = {
     # TensorRT-LLM: models/modeling_utils.py, is_module_excluded_from_quantization
     (COMPRESSED_TENSORS, TENSORRT): Dialect(_ancestors, _is_regex_or_glob, _regex_or_glob),
     # vLLM: quantization/utils/quant_utils.py, is_layer_skipped
-    (FP8, VLLM): Dialect(_itself_and_experts, is_regex, lambda e, m: False, _parent_of_experts),
+    (FP8, VLLM): Dialect(_itself_and_experts, is_regex, _never, _parent_of_experts),
     # SGLang: quantization/utils.py, _module_path_match
-    (FP8, SGLANG): Dialect(_parts, is_regex, lambda e, m: False, _without_model),
+    (FP8, SGLANG): Dialect(_parts_of_layer, is_regex, _never, _layer_without_model),
     # transformers: quantizers/quantizers_utils.py, should_convert_module
     (FP8, TRANSFORMERS): Dialect(_parts, _is_regex_or_word, _boundary_or_suffix),
     (FP8, TENSORRT): Dialect(_ancestors, _is_regex_or_glob, _regex_or_glob),

@@ -59,7 +59,7 @@ class Quantization:
     """The method, its groups, its ignore list and its KV cache, as a checkpoint declares them.
 
     `place` and `ignore_key` are where the block and its ignore list are, for messages.
-    `scale_names` are the names under which engines look for a weight's scale.
+    `scale_name` is the name under which engines look for a weight's scale.
     """
 
     method: str

@@ -41,7 +41,8 @@ TENTH = "model.layers.10.mlp.down_proj"
         ("fp8", "model.layers.1", DOWN, (SGLANG, TRANSFORMERS, TENSORRT)),
         ("fp8", "model.layers.1", TENTH, ()),
         ("fp8", "proj", DOWN, (TRANSFORMERS,)),
-        ("fp8", "model.layers.1.mlp.experts.0.up_proj", EXPERT, (VLLM,)),
+        ("fp8", "model.layers.1.mlp.experts.0.up_proj", EXPERT, (VLLM, SGLANG)),
+        ("fp8", "model.layers.10.mlp.experts.0.up_proj", EXPERT, ()),
         # modelopt: names, parts of names, wildcards
         ("modelopt", DOWN, DOWN, (VLLM, SGLANG, TENSORRT)),
         ("modelopt", "model.layers.1", TENTH, (VLLM,)),

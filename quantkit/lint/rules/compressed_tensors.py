@@ -178,7 +178,7 @@ def _unsupported(group: Group, weights: dict[str, Any]) -> Iterator[tuple[tuple[
     elif group.inputs is None and group.strategy == "block":
         yield (SGLANG,), "has weights per block and inputs that are not quantized"
     elif group.static_inputs and not _is_plain_static(group):
-        yield servers, "has static inputs that are not one scale per tensor"
+        yield servers, "has static inputs that are not one symmetric scale per tensor"
     words = (group.strategy, None if group.inputs is None else strategy_of(group.inputs))
     if words == ("block", "group") and mapping(group.inputs).get("group_size") != 128:
         yield (TENSORRT,), "has input groups that are not of 128 features"
