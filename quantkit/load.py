@@ -27,10 +27,10 @@ def load_fp8(
     deterministic: bool = False,
     draft_texts: Sequence[str] = (),
 ) -> Fp8Model:
-    """Load a checkpoint that `calibrate` or `export` wrote.
+    """Load a checkpoint that `calibrate` or `export` wrote, or another tool in FP8.
 
     Args:
-        path: The checkpoint's folder.
+        path: The checkpoint's folder. Formats: compressed-tensors, fp8, modelopt, and our own.
         device: "cpu", "cuda", or "auto": a GPU if there is one.
         draft: What drafts tokens: "suffix" looks for repetitions; "auto" also uses the drafter that
             `quantkit draft` left in the checkpoint; a path is a smaller checkpoint with the same

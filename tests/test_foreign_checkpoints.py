@@ -395,6 +395,54 @@ def test_the_names_of_transformers_static_scales_are_read(copied: Copied) -> Non
     assert torch.equal(open_checkpoint(folder).weight(Q).input_scale, expected)
 
 
+def test_blocks_that_the_matrix_does_not_fill_are_read_under_deepseeks_names(
+    copied: Copied,
+) -> None:
+    name = "llmcompressor-block-odd"
+
+    def change(tensors: Tensors) -> None:
+        for key in [key for key in tensors if key.endswith("weight_scale")]:
+            tensors[f"{key}_inv"] = tensors.pop(key).float()
+
+    folder = edit(copied(name), change)
+    block = {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    }
+    edit_config(folder, quantization_config=block)
+    assert open_checkpoint(folder).weight(DOWN).scale.shape == (2, 1)
+    assert same_logits(folder, name)
+
+
+def test_the_shards_of_qkv_have_scales_of_their_own_in_what_is_compared_above() -> None:
+    checkpoint = open_checkpoint(FOREIGN / LLMC)
+    leaves = ("q_proj", "k_proj", "v_proj")
+    scales = {checkpoint.weight(f"{LAYER}.self_attn.{leaf}").scale.item() for leaf in leaves}
+    assert len(scales) == 3
+
+
+def test_experts_are_modules_like_others(copied: Copied) -> None:
+    """As DeepSeek and Qwen store them: each expert has its own weights and scales."""
+
+    def change(tensors: Tensors) -> None:
+        for leaf in ("gate_proj", "up_proj", "down_proj"):
+            for kind in ("weight", "weight_scale_inv"):
+                tensor = tensors.pop(f"{LAYER}.mlp.{leaf}.{kind}")
+                for expert in range(2):
+                    tensors[f"{LAYER}.mlp.experts.{expert}.{leaf}.{kind}"] = tensor.clone()
+        tensors[f"{LAYER}.mlp.gate.weight"] = torch.ones(2, 128).bfloat16()
+
+    folder = edit_block(
+        edit(copied(BLOCK), change), modules_to_not_convert=[f"{LAYER}.mlp.gate", "lm_head"]
+    )
+    checkpoint = open_checkpoint(folder)
+    assert len(checkpoint.quantized) == 4 + 2 * 3
+    original = open_checkpoint(FOREIGN / BLOCK).weight(DOWN).dequantize()
+    assert torch.equal(read_checkpoint(folder)[f"{LAYER}.mlp.experts.1.down_proj.weight"], original)
+
+
 def test_groups_that_agree_are_one_scheme(copied: Copied) -> None:
     group = config_of(LLMC)["quantization_config"]["config_groups"]["group_0"]
     groups = {

@@ -13,7 +13,8 @@ from quantkit.cli.console import note, print_tables, write
 
 def inspect(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CKPT", help="A folder that `calibrate` wrote.")
+        Path,
+        typer.Argument(metavar="CKPT", help="A folder that `calibrate` or another tool wrote."),
     ],
     output: Annotated[
         Path | None,

@@ -43,7 +43,8 @@ def load_engine(
     """Load a quantized checkpoint for inference.
 
     Args:
-        path: folder that `calibrate` or `export` wrote.
+        path: folder that `calibrate` or `export` wrote, or another tool in a format of
+            `quantkit.containers`.
         device: "cpu", "cuda", "cuda:N", or "auto": CUDA if there is a GPU.
         dtype: of activations and unquantized weights: "float32", "bfloat16", "float16", or "auto":
             as the checkpoint's unquantized weights.
