@@ -100,7 +100,8 @@ setup(
     package_dir={"quantkit.calibrate": "calibrate"},
     package_data={
         "quantkit": ["py.typed", "*.pyi"],
-        "quantkit.inspection": ["report.html"],
+        "quantkit.inspection": ["*.html"],
+        "quantkit.evaluate": ["report.html"],
         "quantkit.calibrate": ["recipes/*.toml", "corpus/*.txt"],
     },
     ext_modules=[cpu_extension, cuda_extension],

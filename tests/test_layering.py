@@ -69,7 +69,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "speculative": (*RUNTIME, "staging", "speculative"),
     "load": (*RUNTIME, "speculative"),
     "export": (*SHARED, "calibrate", "inspection", "lint", "export"),
-    "evaluate": (*SHARED, "calibrate", *OPS, "runtime", "evaluate"),
+    # The report is drawn in the style of the one that inspection makes.
+    "evaluate": (*SHARED, "calibrate", *OPS, "runtime", "inspection", "evaluate"),
     "inspection": (
         "errors", "shards", "staging", "scheme", "containers", "checkpoint", "inspection",
     ),  # fmt: skip

@@ -128,6 +128,10 @@ def evaluate(
         bool,
         typer.Option("--trust-remote-code", help="Run Python code from the reference's folder."),
     ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Also write a self-contained HTML page, FILE.html."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Measure perplexity, and with --reference how far the checkpoint is from the original.
@@ -152,6 +156,10 @@ def evaluate(
             "--reference-model": reference_model,
         },
     )
+    if output is not None:
+        from quantkit.inspection.html_file import check_output
+
+        check_output(output)
     quiet_transformers()
     from quantkit.evaluate import evaluate as run
     from quantkit.evaluate import evaluate_tasks
@@ -196,7 +204,7 @@ def evaluate(
             max_ppl_ratio=max_ppl_ratio,
             **common,
         )
-    _show(result, scored, as_json)
+    _show(result, scored, as_json, output)
 
 
 def _check_limits(
@@ -226,13 +234,23 @@ def _check_task_options(names: list[str], options: dict[str, object]) -> None:
             raise typer.BadParameter("is about --tasks; give some", param_hint=option)
 
 
-def _show(result: Result | None, scored: TaskResult | None, as_json: bool) -> None:
+def _show(
+    result: Result | None, scored: TaskResult | None, as_json: bool, output: Path | None
+) -> None:
     """Print what was measured; exits with FAILED if a threshold is not met."""
+    if output is not None:
+        from quantkit.evaluate.page import write_page
+
+        write_page(result, scored, output)
     violations = [line for each in (result, scored) if each for line in each.violations]
     if as_json:
-        write(json.dumps(_to_json(result, scored, violations), indent=2, allow_nan=False) + "\n")
+        page = _to_json(result, scored, violations)
+        page |= {} if output is None else {"report": str(output)}
+        write(json.dumps(page, indent=2, allow_nan=False) + "\n")
     else:
         _print(result, scored)
+        if output is not None:
+            write(f"{output}\n")
     for line in violations:
         note(f"failed: {line}")
     if violations:

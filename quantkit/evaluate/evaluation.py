@@ -10,10 +10,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from quantkit.calibrate.source import ModelSource, fingerprint, open_source
 from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import DataError, UnsupportedError, nearest
 from quantkit.evaluate.comparison import score_texts
+from quantkit.evaluate.distribution import Distribution
 from quantkit.evaluate.models import (
     OriginalModel,
     QuantizedModel,
@@ -125,7 +129,8 @@ def evaluate(
     _warn(setting)
     original = None if source is None else _original(source, engine)
     scores = score_texts(original, _quantized(engines), texts, cutting, progress)
-    return _result(setting, original is not None, list(engines), scores, thresholds)
+    context = _context(texts, cutting)
+    return _result(setting, original is not None, list(engines), scores, context, thresholds)
 
 
 def _quantized(engines: Mapping[str, Engine]) -> list[QuantizedModel]:
@@ -140,20 +145,36 @@ def _result(
     compared: bool,
     kinds: Sequence[str],
     scores: Sequence[TokenScores],
+    context: Tensor,
     thresholds: Thresholds,
 ) -> Result:
-    """Take averages. `scores` are those of the original, if it was `compared`, then of `kinds`."""
+    """Take averages. `scores` are those of the original, if it was `compared`, then of `kinds`.
+
+    `context` says how many tokens each scored one has before it, int64 [n].
+    """
     original = scores[0] if compared else None
     measurements = [
         Measurement(
             kv,
             Perplexity.of(found),
             Divergence.of(original, found) if original is not None else None,
+            None if found.kl is None else Distribution.of(found.kl.numpy(), context.numpy()),
         )
         for kv, found in zip(kinds, scores[int(compared) :], strict=True)
     ]
     perplexity = Perplexity.of(original) if original is not None else None
     return Result(setting, perplexity, measurements, thresholds)
+
+
+def _context(texts: Texts, cutting: Cutting) -> Tensor:
+    """Return how many tokens of its window stand before each scored token, int64 [n]."""
+    return torch.cat(
+        [
+            torch.arange(window.start, len(window.inputs)) + 1
+            for ids in texts.ids
+            for window in cutting.windows(ids)
+        ]
+    )
 
 
 def _original(source: ModelSource, engine: Engine) -> OriginalModel:

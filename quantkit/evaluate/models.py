@@ -20,7 +20,7 @@ from quantkit.errors import CheckpointError, SourceError, UnsupportedError
 from quantkit.evaluate.windows import Window
 from quantkit.runtime.engine import Engine
 
-CHUNK_BYTES = 1 << 28
+CHUNK_BYTES = 1 << 26
 """Most bytes of float32 logits that one model hands out at once."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.table import Table
 
 from quantkit.evaluate.result import Divergence, Measurement, Perplexity, Result
@@ -12,19 +14,21 @@ KV_WORDS = {"none": "plain KV", "fp8": "FP8 KV"}
 
 def make_table(result: Result) -> Table:
     """Return the numbers, a column for each model, with standard errors where there are any."""
-    table = Table(title_justify="left")
-    table.add_column("")
-    columns: list[list[str]] = []
+    return _table(text_columns(result), text_rows(result), num_left=1)
+
+
+def text_columns(result: Result) -> list[str]:
+    """Return the names of the columns: one of labels, then one for each model."""
+    original = [] if result.original is None else ["original"]
+    return ["", *original, *(f"quantized, {KV_WORDS[each.kv]}" for each in result.measurements)]
+
+
+def text_rows(result: Result) -> list[list[str]]:
+    """Return the cells, row by row."""
     labels = _labels(result.original is not None)
-    if result.original is not None:
-        table.add_column("original", justify="right")
-        columns.append(_cells(result.original, None, len(labels)))
-    for measurement in result.measurements:
-        table.add_column(f"quantized, {KV_WORDS[measurement.kv]}", justify="right")
-        columns.append(_measured(measurement, len(labels)))
-    for label, *cells in zip(labels, *columns, strict=True):
-        table.add_row(label, *cells)
-    return table
+    columns = [] if result.original is None else [_cells(result.original, None, len(labels))]
+    columns += [_measured(measurement, len(labels)) for measurement in result.measurements]
+    return [list(row) for row in zip(labels, *columns, strict=True)]
 
 
 def _labels(compared: bool) -> list[str]:
@@ -68,17 +72,16 @@ def make_task_table(result: TaskResult) -> Table:
     questions the quantized model lost and won.
     """
     compared = any(score.change is not None for score in result.scores)
-    table = Table(title_justify="left")
-    table.add_column("task")
-    table.add_column("metric")
-    for name in ("questions", *(("original",) if compared else ()), "quantized"):
-        table.add_column(name, justify="right")
-    if compared:
-        table.add_column("difference", justify="right")
-        table.add_column("questions lost, won", justify="right")
-    for score in result.scores:
-        table.add_row(*task_cells(score, compared))
-    return table
+    rows = [task_cells(score, compared) for score in result.scores]
+    return _table(task_columns(compared), rows, num_left=2)
+
+
+def task_columns(compared: bool) -> list[str]:
+    """Return the names of the columns, with those of the original if it was `compared`."""
+    if not compared:
+        return ["task", "metric", "questions", "quantized"]
+    scores = ["original", "quantized", "difference", "questions lost, won"]
+    return ["task", "metric", "questions", *scores]
 
 
 def task_cells(score: TaskScore, compared: bool) -> list[str]:
@@ -96,6 +99,15 @@ def task_cells(score: TaskScore, compared: bool) -> list[str]:
         has_counts = score.change.lost is not None
         cells.append(f"{score.change.lost}, {score.change.won}" if has_counts else "")
     return cells
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], num_left: int) -> Table:
+    table = Table(title_justify="left")
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if number < num_left else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _signed(value: float, error: float | None) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from quantkit.evaluate.distribution import Distribution
 from quantkit.evaluate.scores import TokenScores
 
 Values = NDArray[np.float64]
@@ -75,9 +76,10 @@ class Measurement:
     kv: str
     perplexity: Perplexity
     divergence: Divergence | None
+    distribution: Distribution | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the numbers, flat."""
+        """Return the averages, flat."""
         return {**_plain(self.perplexity), **(_plain(self.divergence) if self.divergence else {})}
 
 
@@ -166,6 +168,11 @@ class Result:
             **first.to_json(),
             **{f"reference_{name}": value for name, value in original.items()},
             "measurements": {found.kv: found.to_json() for found in self.measurements},
+            "distributions": {
+                found.kv: asdict(found.distribution)
+                for found in self.measurements
+                if found.distribution is not None
+            },
             "thresholds": asdict(self.thresholds),
             "violations": self.violations,
         }

@@ -10,7 +10,7 @@ import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -147,9 +147,12 @@ def count_layers(axes: Axes, numbers: Sequence[int]) -> None:
         axes.set_xlim(min(numbers) - 0.7, max(numbers) + 0.7)
 
 
-def scale_by_powers(axes: Axes) -> None:
-    """Make the y axis logarithmic, with plain numbers at it."""
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=10))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+def scale_by_powers(
+    axes: Axes, which: Literal["x", "y"] = "y", steps: Sequence[float] = (1, 2, 5)
+) -> None:
+    """Make an axis logarithmic, with plain numbers at it, `steps` in each decade."""
+    axis = axes.yaxis if which == "y" else axes.xaxis
+    axes.set(**{f"{which}scale": "log"})
+    axis.set_major_locator(LogLocator(subs=steps, numticks=10))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+    axis.set_minor_formatter(NullFormatter())

@@ -65,10 +65,31 @@ def test_without_a_reference_there_is_perplexity_alone(
     assert "KL" not in printed.replace("KV", "")
 
 
+def test_a_page_is_written_and_named_last(
+    tiny_checkpoint: Path,
+    tiny_llama: Path,
+    text: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = tmp_path / "new" / "report.html"
+    flags = ["--reference", str(tiny_llama), "--data", str(text), "-o", str(page)]
+    with pytest.raises(SystemExit, match="0"):
+        main(["eval", str(tiny_checkpoint), *flags])
+    assert capsys.readouterr().out.splitlines()[-1] == str(page)
+    assert page.read_text().count("<svg ") == 2
+    with pytest.raises(SystemExit, match="0"):
+        main(["eval", str(tiny_checkpoint), *flags, "--json"])
+    value = json.loads(capsys.readouterr().out)
+    assert value["report"] == str(page)
+    assert sum(value["distributions"]["fp8"]["counts"]) == 60
+
+
 @pytest.mark.parametrize(
     ("flags", "part"),
     [
         (["--max-kl", "0.1"], "give --reference MODEL"),
+        (["-o", "report.pdf"], "--output is report.pdf, expected a name that ends in .html"),
         (["--max-ppl-ratio", "1.1"], "--max-ppl-ratio"),
         (["--reference", "absent.gguf"], "absent.gguf does not exist"),
         (["--data", "absent.txt"], "absent.txt does not exist"),

@@ -35,7 +35,7 @@ def rows_of(model: OriginalModel | QuantizedModel, window: Window, rows: int) ->
 
 
 def test_a_chunk_holds_what_fits() -> None:
-    assert chunk_rows(262_144) == 256
+    assert chunk_rows(262_144) == 64
     assert chunk_rows(1 << 40) == 1
 
 
