@@ -71,8 +71,8 @@ class QuantSpec:
         _require(self.granularity, Granularity.GROUP, "group_size", self.group_size)
         _require(self.granularity, Granularity.BLOCK, "block_shape", self.block_shape)
         sizes = [size for size in (self.group_size, *(self.block_shape or ())) if size is not None]
-        if any(size < 1 for size in sizes):
-            raise RecipeError(f"group_size and block_shape must be above 0, got {sizes}")
+        if any(not isinstance(size, int) or size < 1 for size in sizes):
+            raise RecipeError(f"group_size and block_shape must be integers above 0, got {sizes}")
 
     @property
     def fmt(self) -> Format:

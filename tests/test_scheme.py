@@ -116,12 +116,13 @@ def test_specs_quantkit_cannot_read_are_refused_by_name(
     [
         {"strategy": "group"},
         {"strategy": "group", "group_size": 0},
+        {"strategy": "group", "group_size": 1.5},
         {"strategy": "block"},
         {"strategy": "block", "block_structure": [128]},
         {"strategy": "block", "block_structure": "128x128"},
         {"strategy": "block", "block_structure": [0, 128]},
     ],
-    ids=["no size", "size 0", "no shape", "one number", "text", "zero rows"],
+    ids=["no size", "size 0", "half a column", "no shape", "one number", "text", "zero rows"],
 )
 def test_incomplete_specs_in_a_checkpoint_are_checkpoint_errors(change: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError):

@@ -75,13 +75,13 @@ def _check_plain(block: Mapping[str, Any]) -> None:
             f"quantization_config has format={block.get('format')!r}; of compressed-tensors, "
             f"quantkit reads {', '.join(FORMATS)}"
         )
-    sparse = (block.get("sparsity_config") or {}).get("format", "dense")
+    sparse = mapping(block.get("sparsity_config") or {}, "sparsity_config").get("format", "dense")
     if sparse != "dense":
         raise CheckpointError(
             f"quantization_config has sparsity_config with format {sparse!r}; quantkit reads dense "
             "weights only"
         )
-    if (block.get("transform_config") or {}).get("config_groups"):
+    if mapping(block.get("transform_config") or {}, "transform_config").get("config_groups"):
         raise CheckpointError(
             "quantization_config has a transform_config: inputs are rotated before they are "
             "multiplied, which quantkit does not do"

@@ -45,7 +45,7 @@ class Native(Container):
             scheme = Scheme(
                 weights=replace(
                     QuantSpec.from_config(weights),
-                    format=weights.get("float_format", PORTABLE_FORMAT),
+                    format=_known_format(weights.get("float_format", PORTABLE_FORMAT)),
                 ),
                 inputs=QuantSpec.from_config(mapping(inputs, "inputs")) if inputs else None,
                 kv=QuantSpec.from_config(mapping(kv, "kv_cache_scheme")) if kv else None,
@@ -58,7 +58,7 @@ class Native(Container):
         return check_readable(scheme)
 
 
-def _known_format(name: str) -> str:
-    if name not in FORMATS:
+def _known_format(name: object) -> str:
+    if not isinstance(name, str) or name not in FORMATS:
         raise RecipeError(f"unknown format {name!r}; known: {', '.join(FORMATS)}")
     return name

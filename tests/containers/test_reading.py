@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -193,3 +195,44 @@ def test_a_module_that_only_looks_alike_is_not(entry: str, module: str) -> None:
 def test_an_expression_that_is_none_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"re:\(.*no regular expression"):
         IgnoreList(["re:("])
+
+
+JUNK: list[Any] = [None, True, -1, 0.5, "junk", [], [1], ["junk"], {}, {"junk": 1}, [[]]]
+
+
+def variants(value: Any) -> Iterator[Any]:
+    """Yield copies of a JSON value with one thing in it, at any depth, replaced by junk."""
+    yield from JUNK
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from ({**value, key: other} for other in variants(inner))
+    if isinstance(value, list):
+        for number, inner in enumerate(value):
+            for other in variants(inner):
+                yield [*value[:number], other, *value[number + 1 :]]
+
+
+NATIVE = CONTAINERS["native"].to_config(
+    Scheme(QuantSpec(Granularity.CHANNEL, "e3m4"), TOKEN, TENSOR, ("a",), True, {"b": "e4m3"})
+)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        DEEPSEEK,
+        AUTOFP8 | {"kv_cache_scheme": FLOAT8},
+        CT | {"kv_cache_scheme": FLOAT8},
+        NATIVE,
+        MODELOPT | {"kv_cache_scheme": FLOAT8},
+        {"quant_method": "modelopt", "quantization": MODELOPT},
+    ],
+    ids=["deepseek", "autofp8", "compressed-tensors", "native", "modelopt", "hf_quant_config"],
+)
+def test_junk_anywhere_is_read_or_refused_and_nothing_else(block: dict[str, Any]) -> None:
+    count = 0
+    for other in variants(block):
+        with contextlib.suppress(CheckpointError):
+            assert isinstance(scheme_of(other), Scheme)
+        count += 1
+    assert count > 50
