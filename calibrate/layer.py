@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from quantkit.calibrate.expert_tokens import ExpertReach, add_scarce_moments, reach_unreached
 from quantkit.calibrate.kv_scales import KvObserver
 from quantkit.calibrate.layerwise import Batch, LayerwiseModel
-from quantkit.calibrate.moments import InputMoments, MomentObservers
+from quantkit.calibrate.moments import InputMoments, MomentObservers, group_name
 from quantkit.calibrate.quantized_layer import (
     InputObservers,
     InputQuantizers,
@@ -28,6 +28,7 @@ from quantkit.calibrate.smoothed_layer import (
     SampledError,
     smooth_layer,
 )
+from quantkit.checkpoint import INPUT_MEAN_SQUARE
 from quantkit.scheme import QuantSpec
 
 SMOOTHING = "smoothing"
@@ -88,6 +89,8 @@ def calibrate_layer(
         for linear in linears.values()
         for leaf, tensor in linear.tensors().items()
     }
+    if not recipe.is_portable:
+        tensors |= _input_statistics(linears, moments)
     if batches:
         observer = KvObserver(recipe.kv_spec) if recipe.kv_spec else None
         report.output_sqnr_db = _move(
@@ -254,6 +257,17 @@ def _module_report(
         bytes=sum(tensor.nbytes for tensor in linear.tensors().values()),
     )
     return report if moments is None else _with_inputs(report, moments)
+
+
+def _input_statistics(
+    linears: Mapping[str, QuantizedLinear], moments: Mapping[str, InputMoments]
+) -> dict[str, Tensor]:
+    """Return what the inputs of each fused group carry, for whoever rounds the weights again."""
+    return {
+        f"{linear.name}.{INPUT_MEAN_SQUARE}": moments[key].rms.square().cpu()
+        for key, linear in linears.items()
+        if key in moments and group_name(key, linears) == key
+    }
 
 
 def _with_inputs(report: ModuleReport, moments: InputMoments) -> ModuleReport:

@@ -21,17 +21,20 @@ from quantkit.containers import IgnoreList, Shape, read_scheme
 from quantkit.errors import CheckpointError
 from quantkit.kv_scales import LayerScales, find_kv_scales, has_kv_scales, unit_kv_scales
 from quantkit.numerics import Tile, dequantize, expand_scale
-from quantkit.scheme import QuantSpec
+from quantkit.scheme import QuantSpec, fused_siblings
 from quantkit.shards import INDEX_NAME, ShardReader, read_json
 
 AGAIN = "run 'quantkit calibrate' again, or download the folder again"
 OUTLIER_COLUMNS, OUTLIER_WEIGHT = "outlier_columns", "outlier_weight"
 """Beside a weight: which input channels are not in its codes, int32 [n], and theirs [N, n]."""
+INPUT_MEAN_SQUARE = "input_mean_square"
+"""Beside the first weight of a fused group: E[x^2] of each input channel in calibration, float32
+[K]. Native checkpoints have it, to be rounded to other formats with what their inputs carry."""
 STORED_AS = {"e4m3": "F8_E4M3", "e5m2": "F8_E5M2", "e3m4": "U8"}
 """How safetensors calls the codes of each format; it has no name for E3M4."""
 BESIDE_WEIGHTS = re.compile(
     r"\.(weight_scale|weight_scale_inv|input_scale|activation_scale|output_scale|prob_output_scale"
-    r"|[qkv]_scale|kv_scale|outlier_columns|outlier_weight)$"
+    r"|[qkv]_scale|kv_scale|outlier_columns|outlier_weight|input_mean_square)$"
 )
 """Names of tensors that are part of how others are quantized, in any container."""
 _EXPONENTS = "F8_E8M0"
@@ -126,6 +129,22 @@ class Checkpoint:
             columns=self.tensor(columns) if columns in self else None,
             exact=self.tensor(f"{module}.{OUTLIER_WEIGHT}") if columns in self else None,
         )
+
+    def input_mean_square(self, module: str) -> Tensor | None:
+        """Return E[x^2] of the input channels of `module`, if it was stored. float32 [K].
+
+        Raises CheckpointError if it has another shape, or a value that is not finite and >= 0.
+        """
+        names = (f"{sibling}.{INPUT_MEAN_SQUARE}" for sibling in fused_siblings(module))
+        name = next((name for name in names if name in self), None)
+        if name is None:
+            return None
+        found, expected = self.tensor(name), (self.shape(f"{module}.weight")[1],)
+        if tuple(found.shape) != expected or not bool((found.isfinite() & (found >= 0)).all()):
+            raise CheckpointError(
+                f"{name} is not {list(expected)} finite numbers of at least 0; {AGAIN}"
+            )
+        return found.float()
 
     def kv_scales(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return (k_scale, v_scale) of a decoder layer: float32, [1] or [num_kv_heads].

@@ -63,7 +63,8 @@ class Conversion:
     def _group(self, modules: list[str]) -> Iterator[Named]:
         """Yield the tensors of modules that engines fuse."""
         weights = [self.source.weight(module) for module in modules]
-        converted = convert_group(weights, self.scheme.weights)
+        importance = self.source.input_mean_square(modules[0])
+        converted = convert_group(weights, self.scheme.weights, importance)
         inputs = self._input_scales(dict(zip(modules, weights, strict=True)))
         for module, found in zip(modules, converted, strict=True):
             self.loss += found.loss

@@ -52,19 +52,22 @@ class Converted:
     loss: Loss
 
 
-def convert_group(weights: Sequence[QuantizedWeight], spec: QuantSpec) -> list[Converted]:
+def convert_group(
+    weights: Sequence[QuantizedWeight], spec: QuantSpec, importance: Tensor | None = None
+) -> list[Converted]:
     """Bring weights that read one input into the layout of `spec`.
 
     One scale per tensor is shared by all of them, as engines that fuse them want it. New scales are
-    searched for the least squared change of the weights.
+    searched for the least squared change of the weights, weighted by `importance` of the input
+    channels where it is given: E[x^2], float32 [K].
     """
     together = spec.granularity is Granularity.TENSOR
     kept = all(keeps_codes(weight.spec, spec) and weight.columns is None for weight in weights)
     if kept and (_same_scale(weights) or not together):
         return [Converted(weight.codes, _widen(weight, spec), Loss()) for weight in weights]
     if together:
-        return _round_together(weights, spec)
-    return [found for weight in weights for found in _round_together([weight], spec)]
+        return _round_together(weights, spec, importance)
+    return [found for weight in weights for found in _round_together([weight], spec, importance)]
 
 
 def _same_scale(weights: Sequence[QuantizedWeight]) -> bool:
@@ -79,11 +82,13 @@ def _widen(weight: QuantizedWeight, spec: QuantSpec) -> Tensor:
     return weight.scale.reshape(1).expand(shape).contiguous()
 
 
-def _round_together(weights: Sequence[QuantizedWeight], spec: QuantSpec) -> list[Converted]:
+def _round_together(
+    weights: Sequence[QuantizedWeight], spec: QuantSpec, importance: Tensor | None
+) -> list[Converted]:
     """Round weights anew, stacked by rows: several only where one scale serves them all."""
     values = torch.cat([weight.dequantize() for weight in weights])
     tile = spec.tile(*values.shape)
-    grid = search_scale(values, None, spec.fmt, tile).scale
+    grid = search_scale(values, importance, spec.fmt, tile).scale
     codes = quantize(values, grid, spec.fmt, tile)
     change = dequantize(codes, grid, spec.fmt, tile).sub_(values)
     counts = [weight.codes.shape[0] for weight in weights]
