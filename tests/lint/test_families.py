@@ -113,6 +113,23 @@ def test_the_last_of_fused_linears_may_end_in_part_of_a_block(tmp_path: Path) ->
         assert {engine for finding in report.findings for engine in finding.engines} == engines
 
 
+def test_scales_of_experts_stored_together_are_for_transformers_alone(tmp_path: Path) -> None:
+    draft = BASES["fp8-block"][0]()
+    for name in [name for name in draft.tensors if ".0.mlp." in name]:
+        tensor = draft.tensors.pop(name)
+        if name.endswith(".weight"):
+            draft.tensors[name.replace(".mlp.", ".mlp.experts.0.")] = tensor
+    scales = {"gate_up_proj": (1, 8, 2), "down_proj": (1, 2, 4)}
+    for leaf, shape in scales.items():
+        name = f"model.layers.0.mlp.experts.{leaf}_scale_inv"
+        draft.tensors[name] = torch.full(shape, 2.0**-10)
+    failing, warned = lint(draft.save(tmp_path)).findings
+    assert failing.rule == warned.rule == "scale-of-all-experts"
+    assert failing.engines == ("vllm", "sglang", "tensorrt-llm")
+    assert warned.engines == ("transformers",)
+    assert len(failing.places) == len(warned.places) == 3
+
+
 def test_experts_stored_together_are_named_by_their_first(tmp_path: Path) -> None:
     draft = dynamic()
     draft.tensors["model.layers.0.mlp.experts.down_proj"] = torch.ones(2, 64, 256).bfloat16()

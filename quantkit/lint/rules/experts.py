@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from quantkit.lint.engines import COMPRESSED_TENSORS, SERVERS, SGLANG, VLLM
 from quantkit.lint.finding import Finding, error
-from quantkit.lint.linears import is_coded
+from quantkit.lint.linears import PROJECTIONS, is_coded
 from quantkit.lint.quantization import Group, strategy_of
 from quantkit.lint.subject import Subject
 
@@ -23,7 +23,8 @@ def plain_experts(subject: Subject) -> Iterator[Finding]:
     for name, entry in subject.folder.tensors.items():
         parent, found, _ = name.partition(".experts.")
         first = f"{parent}.experts.0.gate_proj"
-        if not found or len(entry.shape) != 3 or is_coded(entry):
+        is_plain = len(entry.shape) == 3 and not is_coded(entry)
+        if not found or not is_plain or name.rpartition(".")[2] not in PROJECTIONS:
             continue
         if quantization.group_of(first) is None:
             continue
