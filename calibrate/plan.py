@@ -6,14 +6,13 @@ Making a plan opens the source and checks it against the recipe, and changes not
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 
+from quantkit.calibrate.estimates import memory_bytes, seconds
 from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.selection import resolve_modules
 from quantkit.calibrate.skeleton import Skeleton
@@ -21,7 +20,6 @@ from quantkit.calibrate.source import ModelSource
 from quantkit.checkpoint import cached_layers
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.scheme import Granularity
-from quantkit.shards import MAX_SHARD_BYTES
 
 SCALE_BYTES = 4
 
@@ -104,8 +102,8 @@ def make_plan(
         modules=tuple(modules),
         source_bytes=source_bytes,
         target_bytes=target_bytes,
-        memory_bytes=_memory_bytes(skeleton, modules, tokens, target_bytes),
-        seconds=_seconds(skeleton, modules, recipe, tokens, batch_size * seq_len),
+        memory_bytes=memory_bytes(skeleton, modules, recipe, tokens, target_bytes),
+        seconds=seconds(skeleton, modules, recipe, tokens, batch_size * seq_len),
         num_layers=len(skeleton.layers),
         warnings=_warnings(skeleton, others),
     )
@@ -279,50 +277,3 @@ def _number_by_prefix(prefixes: Mapping[str, int], name: str) -> int | None:
 
 def _nbytes(source: ModelSource, name: str) -> int:
     return prod(source.shape(name)) * source.dtype(name).itemsize
-
-
-def _memory_bytes(
-    skeleton: Skeleton, modules: Iterable[ModulePlan], tokens: int, target_bytes: int
-) -> int:
-    """Estimate the peak beyond the mapped source: two layers, hidden states, one shard."""
-    by_layer: dict[int | None, int] = {}
-    for module in modules:
-        by_layer[module.layer] = by_layer.get(module.layer, 0) + prod(module.shape)
-    layer = max((size for number, size in by_layer.items() if number is not None), default=0)
-    hidden_size = int(skeleton.model.config.get_text_config().hidden_size)
-    hidden = tokens * hidden_size * skeleton.dtype.itemsize
-    return 2 * layer * skeleton.dtype.itemsize + hidden + min(target_bytes, MAX_SHARD_BYTES)
-
-
-def _seconds(
-    skeleton: Skeleton,
-    modules: Iterable[ModulePlan],
-    recipe: Recipe,
-    tokens: int,
-    batch_tokens: int,
-) -> float:
-    """Estimate the run from the speed of this machine's matmul at the model's own shapes."""
-    shapes = [module.shape for module in modules if module.layer is not None]
-    passes = 2 if recipe.inputs is not None and not recipe.inputs.dynamic else 1
-    flops = 2.0 * tokens * sum(prod(shape) for shape in shapes) * passes
-    if not shapes or not flops:
-        return 0.0
-    largest = max(shapes, key=prod)
-    rate = _matmul_rate(largest, min(batch_tokens, 1024), skeleton.dtype, skeleton.device)
-    # Attention, norms and the quantization of inputs take about as long again as the matmuls.
-    return 2.0 * flops / rate
-
-
-def _matmul_rate(
-    shape: tuple[int, int], tokens: int, dtype: torch.dtype, device: torch.device
-) -> float:
-    """Measure flop/s of one linear layer."""
-    x = torch.ones(tokens, shape[1], dtype=dtype, device=device)
-    weight = torch.ones(shape, dtype=dtype, device=device)
-    best = float("inf")
-    for _ in range(4):
-        started = time.perf_counter()
-        result: Any = torch.nn.functional.linear(x, weight)
-        result[0, 0].item()  # waits for the device
-        best = min(best, time.perf_counter() - started)
-    return 2.0 * tokens * prod(shape) / best

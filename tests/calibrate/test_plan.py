@@ -156,6 +156,11 @@ class TestEstimates:
         layer = (64 * (64 + 32 + 32 + 64) + 3 * 64 * 96) * 2
         assert plan.memory_bytes == 2 * layer + 4 * 16 * 64 * 2 + plan.target_bytes
 
+    def test_memory_covers_the_moments_of_every_expert(self, model_of: ModelOf) -> None:
+        with_tiers = plan_for(model_of("mixtral"))
+        without = plan_for(model_of("mixtral"), tiers="none")
+        assert with_tiers.memory_bytes - without.memory_bytes == 4 * 2 * 4 * (64**2 + 96**2)
+
     def test_without_data_no_time_is_estimated(self, model_of: ModelOf) -> None:
         assert plan_for(model_of("llama"), kv="none", tiers="none").seconds == 0
         assert plan_for(model_of("llama")).seconds > 0

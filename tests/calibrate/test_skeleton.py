@@ -48,6 +48,20 @@ def test_a_new_skeleton_holds_no_weight(model_of: ModelOf) -> None:
     assert all(p.is_meta for p in models.open_skeleton(model_of("llama")).model.parameters())
 
 
+def test_all_experts_are_loaded_as_the_model_of_transformers_has_them(model_of: ModelOf) -> None:
+    skeleton = models.open_skeleton(model_of("mixtral"))
+    skeleton.load("model.layers.1")
+    whole = transformers.AutoModelForCausalLM.from_pretrained(
+        model_of("mixtral"), dtype=torch.bfloat16
+    )
+    fused = whole.model.layers[1].mlp.experts
+    for number in range(4):
+        base = f"model.layers.1.mlp.experts.{number}"
+        w1, w2, w3 = (skeleton.model.get_parameter(f"{base}.w{leaf}.weight") for leaf in (1, 2, 3))
+        assert torch.equal(torch.cat([w1, w3]), fused.gate_up_proj[number])
+        assert torch.equal(w2, fused.down_proj[number])
+
+
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "gemma2", "opt", "bloom", "qwen2"])
 def test_a_fully_loaded_skeleton_is_the_model_of_transformers(model_of: ModelOf, kind: str) -> None:
     skeleton = models.open_skeleton(model_of(kind))
@@ -87,6 +101,28 @@ class TestNames:
             skeleton.model.get_parameter("model.layers.1.mlp.up_proj.weight"),
             bare["layers.1.mlp.up_proj.weight"],
         )
+
+    def test_experts_are_called_what_the_source_calls_them(self, model_of: ModelOf) -> None:
+        skeleton = models.open_skeleton(model_of("mixtral"))
+        layer, moe = "model.layers.1", "model.layers.1.block_sparse_moe"
+        assert skeleton.disk_name(layer) == layer
+        assert skeleton.disk_name(f"{layer}.mlp") == moe
+        assert skeleton.disk_name(f"{layer}.mlp.experts") == f"{moe}.experts"
+        assert skeleton.disk_name(f"{layer}.mlp.experts.2.w3") == f"{moe}.experts.2.w3"
+        assert skeleton.disk_name(f"{layer}.mlp.gate") == f"{moe}.gate"
+
+    @pytest.mark.parametrize(
+        ("kind", "routers"),
+        [
+            ("mixtral", ["mlp.gate"]),
+            ("qwen2-moe", ["mlp.gate", "mlp.shared_expert_gate"]),
+            ("gpt-oss", ["mlp.router"]),
+            ("llama", []),
+        ],
+    )
+    def test_routers_are_known(self, model_of: ModelOf, kind: str, routers: list[str]) -> None:
+        found = models.open_skeleton(model_of(kind)).routers()
+        assert found == {f"model.layers.{n}.{router}" for n in range(2) for router in routers}
 
     def test_a_missing_tensor_is_named(self, model_of: ModelOf, tmp_path: Path) -> None:
         folder = Path(shutil.copytree(model_of("llama"), tmp_path / "model"))

@@ -63,6 +63,17 @@ def test_a_fused_group_counts_once(full: Inspection) -> None:
     assert kept == [("1", "down_proj")]
 
 
+def test_all_experts_of_a_layer_count_once(tmp_path: Path) -> None:
+    value = document(1)
+    value["layers"][0]["modules"] = [
+        {"name": f"layers.0.mlp.experts.{n}.{kind}", "shape": [2, 2], "predicted_kl": 0.5}
+        for n in range(3)
+        for kind in ("gate_proj", "up_proj", "down_proj")
+    ]
+    (row,) = inspect(write_folder(tmp_path, value)).sensitivity
+    assert row == SensitivityRow("0", "experts.gate/up/down_proj", 0.5, 36, False)
+
+
 def test_modules_that_read_one_input_are_named_together(full: Inspection) -> None:
     rows = groups.inputs(full.record)
     names = [row.modules for row in rows if row.layer.number == 0]
