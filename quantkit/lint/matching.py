@@ -24,11 +24,20 @@ from quantkit.lint.engines import (
 
 PATTERN = "re:"
 EXPERTS = ".experts."
+MAX_PATTERN = 1000
+NESTED = re.compile(r"[*+}]\??\)[*+{]")
+
+
+def is_explosive(pattern: str) -> bool:
+    """Whether matching may take exponential time: a repetition of what ends in a repetition."""
+    return len(pattern) > MAX_PATTERN or NESTED.search(pattern) is not None
 
 
 @lru_cache(maxsize=4096)
 def compiled(pattern: str) -> re.Pattern[str] | None:
-    """Return a regular expression, or None where it is not one."""
+    """Return a regular expression, or None where it is not one, or explosive."""
+    if is_explosive(pattern):
+        return None
     try:
         return re.compile(pattern)
     except (re.error, RecursionError, OverflowError):

@@ -195,6 +195,14 @@ IGNORE = [
     ),
     Case("ignore-pattern", "dynamic", ignore("re:.*(unclosed"), ALL, also=("ignore-regex",)),
     Case(
+        "ignore-pattern",
+        "dynamic",
+        ignore(r"re:([a-z._0-9]+)+!"),
+        ALL,
+        "warning",
+        also=("ignore-regex",),
+    ),
+    Case(
         "ignore-matches-nothing",
         "dynamic",
         ignore("model.layers.7.mlp.down_proj"),

@@ -17,7 +17,7 @@ from quantkit.lint.engines import (
 )
 from quantkit.lint.finding import Finding, error, note, warning
 from quantkit.lint.linears import Linear
-from quantkit.lint.matching import PATTERN, compiled, is_regex
+from quantkit.lint.matching import PATTERN, compiled, is_explosive, is_regex
 from quantkit.lint.subject import Subject
 
 UNQUANTIZED_BY_VLLM = ("vision_tower", "vision_model", "vit_large_projector")
@@ -124,8 +124,13 @@ def invalid_pattern(subject: Subject) -> Iterator[Finding]:
     """All engines give the text after re: to Python's re or to the regex package."""
     quantization = subject.quantization
     for entry in quantization.ignore:
-        if is_regex(entry) and compiled(entry.removeprefix(PATTERN)) is None:
-            place = subject.key(quantization.ignore_key)
+        if not is_regex(entry) or compiled(entry.removeprefix(PATTERN)) is not None:
+            continue
+        place = subject.key(quantization.ignore_key)
+        if is_explosive(entry):
+            problem = f"has {entry[:80]!r}, which repeats a repetition: slow, and not tried here"
+            yield warning("ignore-pattern", subject.loaders(), place, problem, "simplify it")
+        else:
             problem = f"has {entry[:200]!r}, which is no regular expression"
             yield error("ignore-pattern", subject.loaders(), place, problem, "correct it")
 
