@@ -1,9 +1,9 @@
 """Checkpoints that other tools wrote, read by `load_fp8`.
 
 tests/fixtures/foreign holds what `tests/peers/make_checkpoints.py` made with llm-compressor,
-NVIDIA Model Optimizer and transformers (made_by.json says which version); the one of AutoFP8 was
-written by hand after that tool's source. The oracle dequantizes in float64, from the tensors alone,
-and runs transformers' own model in float32.
+NVIDIA Model Optimizer, AMD Quark and transformers (made_by.json says which version); the one of
+AutoFP8 was written by hand after that tool's source. The oracle dequantizes in float64, from the
+tensors alone, and runs transformers' own model in float32.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ BLOCKS = {
 }
 NAMES = sorted(path.name for path in FOREIGN.iterdir())
 KV = ["autofp8-static-kv", "llmcompressor-dynamic-kv-heads", "llmcompressor-static-kv"]
-KV += ["modelopt-fp8-kv"]
+KV += ["modelopt-fp8-kv", "quark-fp8-kv"]
 LLMC, AUTO, BLOCK = "llmcompressor-static-kv", "autofp8-static-kv", "transformers-block"
-MODELOPT = "modelopt-fp8-kv"
+MODELOPT, QUARK = "modelopt-fp8-kv", "quark-fp8-kv"
 LAYER = "model.layers.0"
 Q, DOWN = f"{LAYER}.self_attn.q_proj", f"{LAYER}.mlp.down_proj"
 E4M3 = torch.float8_e4m3fn
@@ -118,7 +118,7 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 
 
 def test_every_fixture_is_there_and_says_who_wrote_it() -> None:
-    assert len(NAMES) == 10
+    assert len(NAMES) == 11
     for name in NAMES:
         made_by = json.loads((FOREIGN / name / "made_by.json").read_text())
         assert made_by["tool"]
@@ -153,7 +153,9 @@ def through_transformers(name: str) -> Any:
     ).eval()
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if not n.startswith(("modelopt", "autofp8"))])
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if n.startswith(("llmcompressor", "transformers"))]
+)
 def test_weights_are_what_transformers_own_readers_make_of_them(name: str) -> None:
     theirs, checkpoint = through_transformers(name).state_dict(), open_checkpoint(FOREIGN / name)
     # compressed-tensors multiplies in the dtype of the scale, which llm-compressor stores in bf16.
@@ -185,6 +187,7 @@ SCHEMES = {
     "modelopt-block": (Granularity.BLOCK, None),
     "modelopt-fp8-kv": (Granularity.TENSOR, QuantSpec(Granularity.TENSOR)),
     "modelopt-per-channel": (Granularity.CHANNEL, QuantSpec(Granularity.TOKEN, dynamic=True)),
+    "quark-fp8-kv": (Granularity.TENSOR, QuantSpec(Granularity.TENSOR)),
     "transformers-block": (
         Granularity.BLOCK,
         QuantSpec(Granularity.GROUP, dynamic=True, group_size=128),
@@ -215,10 +218,10 @@ def test_the_scheme_is_what_the_tool_was_asked_for(name: str) -> None:
 FUSED = [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("o_proj",), ("down_proj",)]
 
 
-@pytest.mark.parametrize("name", [AUTO, LLMC, MODELOPT])
+@pytest.mark.parametrize("name", [AUTO, LLMC, MODELOPT, QUARK])
 @torch.no_grad()
 def test_static_inputs_are_rounded_with_the_scales_of_the_file(name: str) -> None:
-    tokens, stored = ids(128), load_file(FOREIGN / name / "model.safetensors")
+    tokens, stored = ids(64), load_file(FOREIGN / name / "model.safetensors")
     model = oracle_model(name)
     full = model(tokens).logits
     for module, linear in model.named_modules():
@@ -253,6 +256,7 @@ KV_NAMES = {
     "llmcompressor-dynamic-kv-heads": ("k_scale", "v_scale"),
     "llmcompressor-static-kv": ("k_scale", "v_scale"),
     "modelopt-fp8-kv": ("k_proj.k_scale", "v_proj.v_scale"),
+    "quark-fp8-kv": ("k_scale", "v_scale"),
 }
 
 
@@ -260,7 +264,7 @@ KV_NAMES = {
 def test_kv_scales_are_those_of_the_file(name: str) -> None:
     checkpoint = open_checkpoint(FOREIGN / name)
     stored = load_file(FOREIGN / name / "model.safetensors")
-    for layer in range(2):
+    for layer in range(config_of(name)["num_hidden_layers"]):
         attention = f"model.layers.{layer}.self_attn"
         assert checkpoint.kv_modules()[layer] == attention
         for found, leaf in zip(checkpoint.kv_scales(layer), KV_NAMES[name], strict=True):
@@ -290,10 +294,11 @@ class RoundingCache(transformers.DynamicCache):
 @pytest.mark.parametrize("name", KV)
 @torch.no_grad()
 def test_an_fp8_kv_cache_is_that_of_the_scales_in_the_file(name: str) -> None:
-    tokens, stored = ids(128)[0], load_file(FOREIGN / name / "model.safetensors")
+    tokens, stored = ids(64)[0], load_file(FOREIGN / name / "model.safetensors")
     model = oracle_model(name)
     leaves = [
-        tuple(f"model.layers.{n}.self_attn.{leaf}" for leaf in KV_NAMES[name]) for n in range(2)
+        tuple(f"model.layers.{n}.self_attn.{leaf}" for leaf in KV_NAMES[name])
+        for n in range(model.config.num_hidden_layers)
     ]
     scales = [
         (stored[key].float().flatten(), stored[value].float().flatten()) for key, value in leaves
@@ -505,7 +510,8 @@ def test_a_scale_that_is_missing_or_none_is_named(
 def test_a_kv_scale_that_is_missing_or_none_is_named(
     copied: Copied, name: str, value: float | None
 ) -> None:
-    key = f"model.layers.1.self_attn.{KV_NAMES[name][1]}"
+    last = config_of(name)["num_hidden_layers"] - 1
+    key = f"model.layers.{last}.self_attn.{KV_NAMES[name][1]}"
 
     def change(tensors: Tensors) -> None:
         if value is None:
@@ -514,7 +520,7 @@ def test_a_kv_scale_that_is_missing_or_none_is_named(
             tensors[key] = torch.full_like(tensors[key], value)
 
     folder = edit(copied(name), change)
-    expected = key if value is not None else "model.layers.1.self_attn"
+    expected = key if value is not None else f"model.layers.{last}.self_attn"
     with pytest.raises(CheckpointError, match=expected.replace(".", r"\.")):
         open_checkpoint(folder)
     open_checkpoint(folder, kv=False)

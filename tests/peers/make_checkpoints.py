@@ -7,6 +7,8 @@ compressed-tensors exclude each other:
     llmc/bin/python tests/peers/make_checkpoints.py llmcompressor tests/fixtures/foreign
     python -m venv mo && mo/bin/pip install torch==2.13.0 nvidia-modelopt==0.47.0 transformers==5.24.0 accelerate requests
     mo/bin/python tests/peers/make_checkpoints.py modelopt tests/fixtures/foreign
+    python -m venv quark && quark/bin/pip install torch==2.13.0 amd-quark==0.13 transformers==5.17.0 accelerate requests
+    quark/bin/python tests/peers/make_checkpoints.py quark tests/fixtures/foreign
     .venv/bin/python tests/peers/make_checkpoints.py transformers tests/fixtures/foreign
     .venv/bin/python tests/peers/make_checkpoints.py autofp8 tests/fixtures/foreign
 
@@ -94,7 +96,8 @@ def samples(count: int = 8, length: int = 32) -> list[Tensor]:
 
 def note(folder: Path, tool: str, how: str) -> None:
     """Say in the folder who wrote it; drop what no reader of weights needs."""
-    for name in ("generation_config.json", "recipe.yaml", "README.md"):
+    unread = ("generation_config.json", "recipe.yaml", "tokenizer.json", "tokenizer_config.json")
+    for name in unread:
         (folder / name).unlink(missing_ok=True)
     made_by = {"tool": tool, "how": how, "torch": torch.__version__.partition("+")[0]}
     made_by["transformers"] = transformers.__version__
@@ -161,9 +164,28 @@ def modelopt(out: Path) -> None:
 
     untied = {"tie_word_embeddings": False}
     save("modelopt-fp8-kv", model(seed=5, **untied), "FP8_DEFAULT_CFG", "FP8_KV_CFG")
-    save("modelopt-per-channel", model("Qwen2", seed=6), "FP8_PER_CHANNEL_PER_TOKEN_CFG")
+    channels = model("Qwen2", seed=6, num_hidden_layers=1)
+    save("modelopt-per-channel", channels, "FP8_PER_CHANNEL_PER_TOKEN_CFG")
     block = "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG"
     save("modelopt-block", model(seed=7, **{**BLOCKS, "intermediate_size": 256}), block)
+
+
+# AMD Quark
+
+
+def quark(out: Path) -> None:
+    """Its mode for vLLM: static FP8 under the name of the fp8 method, with KV scales."""
+    from quark.torch import LLMTemplate, ModelQuantizer, export_safetensors
+    from torch.utils.data import DataLoader
+
+    made, folder = model(seed=13, num_hidden_layers=1, vocab_size=64), out / "quark-fp8-kv"
+    config = LLMTemplate.get("llama").get_config(scheme="fp8", kv_cache_scheme="fp8")
+    quantizer = ModelQuantizer(config)
+    data = DataLoader([ids[0] for ids in samples()], batch_size=1)
+    frozen = quantizer.freeze(quantizer.quantize_model(made, data))
+    with torch.no_grad():
+        export_safetensors(frozen, folder, custom_mode="fp8")
+    note(folder, f"amd-quark {version('amd-quark')}", "fp8, kv_cache_scheme fp8, custom_mode fp8")
 
 
 # transformers
@@ -193,7 +215,7 @@ def finegrained(out: Path) -> None:
     save("transformers-tensor", model(seed=9, num_hidden_layers=1), weight_block_size=None)
     save(
         "transformers-ue8m0",
-        model("Qwen3", seed=10, num_hidden_layers=1, head_dim=16),
+        model("Qwen3", seed=10, num_hidden_layers=1, head_dim=16, vocab_size=64),
         weight_block_size=[32, 32],
         scale_fmt="ue8m0",
     )
@@ -260,6 +282,7 @@ def _per_tensor(tensor: Tensor) -> tuple[Tensor, Tensor]:
 TOOLS = {
     "llmcompressor": llmcompressor,
     "modelopt": modelopt,
+    "quark": quark,
     "transformers": finegrained,
     "autofp8": autofp8,
 }
