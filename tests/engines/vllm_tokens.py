@@ -1,13 +1,14 @@
 """Greedy tokens of vLLM for prompts of token ids, as JSON: run by the Python that has vLLM.
 
-    python vllm_tokens.py FOLDER PROMPTS.json OUT.json
+    python vllm_tokens.py FOLDER PROMPTS.json OUT.json KV_CACHE_DTYPE
 
 PROMPTS.json holds lists of token ids; OUT.json gets a list of generated ids for each, and vLLM's
 version. Imports nothing of quantkit, so that the two need not be installed together.
 
-vLLM multiplies FP8 on a CPU with torch._scaled_mm, which takes minutes for each token there. The
-same product is computed in float32 instead; loading, scales, rounding of inputs, attention and
-sampling are vLLM's own.
+vLLM multiplies FP8 on a CPU with torch._scaled_mm, which takes minutes for each token there, and
+its CPU build lacks the op that rounds fused weights with one scale per tensor anew. Both are
+computed here in torch instead; loading, scales, rounding of inputs, attention and sampling are
+vLLM's own.
 """
 
 from __future__ import annotations
@@ -39,11 +40,20 @@ def scaled_mm(
     return result if bias is None else result + bias
 
 
-def main(folder: str, prompts_file: str, output: str) -> None:
+def scaled_fp8_quant(
+    input: torch.Tensor, scale: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round with a scale that is given, as the op of that name does."""
+    return (input.float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
+
+
+def main(folder: str, prompts_file: str, output: str, kv: str) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process, so that it has scaled_mm
     torch._scaled_mm = scaled_mm  # type: ignore[assignment]
     import vllm
-    from vllm import LLM, SamplingParams
+    from vllm import LLM, SamplingParams, _custom_ops
+
+    _custom_ops.scaled_fp8_quant = scaled_fp8_quant
 
     prompts = json.loads(Path(prompts_file).read_text())
     model = LLM(
@@ -53,6 +63,7 @@ def main(folder: str, prompts_file: str, output: str) -> None:
         seed=0,
         enable_prefix_caching=False,
         distributed_executor_backend="uni",
+        kv_cache_dtype=kv,
     )
     greedy = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True)
     inputs = [{"prompt_token_ids": ids} for ids in prompts]
