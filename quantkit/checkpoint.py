@@ -158,7 +158,13 @@ class Checkpoint:
         return self._kv_scale(self._kv[layer].key), self._kv_scale(self._kv[layer].value)
 
     def kv_modules(self) -> dict[int, str]:
-        """Return the decoder layers with KV scales, each with the name of its attention module."""
+        """Return the decoder layers with KV scales, each with the name of its attention module.
+
+        Raises CheckpointError if a layer whose scale is 1 has no module of such a name.
+        """
+        for layer, scales in self._kv.items():
+            if not scales.attention:
+                raise CheckpointError(f"{self.path} names no attention module of layer {layer}")
         return {layer: scales.attention for layer, scales in self._kv.items()}
 
     def _kv_scale(self, name: str | None) -> Tensor:

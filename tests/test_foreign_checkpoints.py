@@ -374,6 +374,19 @@ def test_modelopt_without_kv_scales_means_1(copied: Copied) -> None:
         assert (scale.shape, scale.item()) == ((1,), 1.0)
 
 
+def test_an_attention_module_that_has_no_name_of_one_is_said(copied: Copied) -> None:
+    def change(tensors: Tensors) -> None:
+        for key in [key for key in tensors if "self_attn" in key]:
+            tensor = tensors.pop(key)
+            if not key.endswith(("k_scale", "v_scale")):
+                tensors[key.replace("self_attn", "mixer")] = tensor
+
+    checkpoint = open_checkpoint(edit(copied(MODELOPT), change))
+    assert checkpoint.kv_scales(0)[0].item() == 1.0
+    with pytest.raises(CheckpointError, match="no attention module of layer 0"):
+        checkpoint.kv_modules()
+
+
 def test_one_kv_scale_of_old_serves_both(copied: Copied) -> None:
     def change(tensors: Tensors) -> None:
         for layer in range(2):
