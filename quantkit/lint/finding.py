@@ -37,9 +37,9 @@ class Finding:
 
     @property
     def where(self) -> str:
-        """The place, or how many there are and the first."""
-        first = self.places[0]
-        return first if len(self.places) == 1 else f"{len(self.places)} places, first: {first}"
+        """The first place, and how many more there are."""
+        others = len(self.places) - 1
+        return f"{self.places[0]} (and {others} more)" if others else self.places[0]
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields in JSON's types."""

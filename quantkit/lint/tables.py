@@ -33,7 +33,5 @@ def _table(findings: list[Finding]) -> Table:
 
 
 def _described(finding: Finding) -> Text:
-    first, others = finding.places[0], len(finding.places) - 1
-    where = f"{first} (and {others} more)" if others else first
     advice = f"\n-> {finding.advice}" if finding.advice else ""
-    return Text.assemble((finding.rule, "bold"), f"\n{where}\n{finding.problem}{advice}")
+    return Text.assemble((finding.rule, "bold"), f"\n{finding.where}\n{finding.problem}{advice}")
