@@ -28,9 +28,7 @@ from quantkit.inspection import inspect
 from quantkit.inspection.tables import make_tables
 from quantkit.runtime.loading import load_engine
 from quantkit.scheme import Granularity, QuantSpec
-from tests import tiny
 from tests.checkpoints import edit_config
-from tests.cli.command import assert_one_line_error, quantkit
 
 FOREIGN = Path(__file__).parent / "fixtures" / "foreign"
 BLOCKS = {
@@ -592,23 +590,7 @@ def test_a_tied_head_in_fp8_is_not_passed_over(copied: Copied) -> None:
         load_fp8(folder)
 
 
-# The command line.
-
-
-def test_generate_and_eval_run_on_a_foreign_folder(copied: Copied, tmp_path: Path) -> None:
-    folder, text = copied(MODELOPT), tmp_path / "text.txt"
-    tiny.save_tokenizer(folder)
-    text.write_text(tiny.sentence(60))
-    done = quantkit("generate", folder, "--prompt", "the cat", "--max-new-tokens", "4")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-    done = quantkit("inspect", folder)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("down_proj") == 1
-    assert "no quantkit.json" in done.stderr
-    done = quantkit("eval", folder, "--data", text, "--window", "32", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["measurements"].keys() == {"none", "fp8"}
+# Inspection; the command line is in tests/cli/test_foreign.py.
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -629,4 +611,5 @@ def test_inspect_shows_what_is_stored(name: str) -> None:
 
 def test_inspect_of_a_damaged_folder_names_the_tensor(copied: Copied) -> None:
     folder = edit(copied(BLOCK), lambda tensors: tensors.pop(f"{Q}.weight_scale_inv"))
-    assert_one_line_error(quantkit("inspect", folder), 2, f"{Q}.weight_scale_inv")
+    with pytest.raises(CheckpointError, match=f"{Q}.weight_scale_inv".replace(".", r"\.")):
+        inspect(folder)
