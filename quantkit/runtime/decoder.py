@@ -27,6 +27,7 @@ from quantkit.runtime.kv_cache import CacheLayout, CacheStep, PagedCache, Scales
 from quantkit.runtime.layers import DenseLinear, Linear
 from quantkit.runtime.mlp import GatedMlp, Mlp
 from quantkit.runtime.moe import RoutedMlp
+from quantkit.runtime.rotation import Rotation
 from quantkit.runtime.scaled_linear import after_add_norm, after_norm
 from quantkit.runtime.weights import WeightSource
 
@@ -56,8 +57,10 @@ class DecoderLayer:
         """Read layer `number` of a checkpoint."""
         base = f"model.layers.{number}"
         hidden, head = shape.hidden_size, shape.head_dim
-        qkv = [f"{base}.self_attn.{leaf}" for leaf in ("q_proj", "k_proj", "v_proj")]
-        qkv_rows = (shape.query_size, shape.kv_size, shape.kv_size)
+        qkv, qkv_rows = ["q_proj", "k_proj", "v_proj"], [shape.query_size, *2 * [shape.kv_size]]
+        if shape.fused:
+            qkv, qkv_rows = ["qkv_proj"], [sum(qkv_rows)]
+        qkv = [f"{base}.self_attn.{leaf}" for leaf in qkv]
         out = [f"{base}.self_attn.o_proj"]
         q_norm, k_norm = (
             reader.tensor(f"{base}.self_attn.{leaf}.weight", (head,)) if shape.qk_norm else None
@@ -90,40 +93,9 @@ def _read_mlp(reader: WeightSource, shape: ModelShape, number: int) -> Mlp:
     if shape.experts is not None and shape.experts.layers[number]:
         return RoutedMlp.read(reader, shape, shape.experts, base)
     sizes = (shape.hidden_size, shape.intermediate_size)
-    return GatedMlp.read(reader, f"{base}.mlp", sizes, shape.activation, bias=shape.mlp_bias)
-
-
-class Rotation:
-    """Angles of the rotary embedding, in tables that grow with the longest sequence.
-
-    `frequencies` are radians per position of each pair, float32 [head_dim / 2]; `factor` multiplies
-    cos and sin.
-    """
-
-    def __init__(self, frequencies: Tensor, factor: float) -> None:
-        self._frequencies = frequencies
-        self._factor = factor
-        self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
-
-    def at(self, positions: Tensor, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each [num_tokens, head_dim], of positions below `end`."""
-        if positions.is_cuda:  # a recorded graph must not read a table that may be replaced
-            return self._compute(positions, dtype)
-        cos, sin = self._tables.get(dtype) or self._table(256, dtype)
-        if len(cos) < end:
-            cos, sin = self._table(max(end, 2 * len(cos)), dtype)
-        return cos.index_select(0, positions), sin.index_select(0, positions)
-
-    def _table(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(length, device=self._frequencies.device)
-        self._tables[dtype] = self._compute(positions, dtype)
-        return self._tables[dtype]
-
-    def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        angles = positions.float().unsqueeze(1) * self._frequencies
-        angles = torch.cat((angles, angles), dim=1)
-        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
-        return cos.to(dtype), sin.to(dtype)
+    return GatedMlp.read(
+        reader, f"{base}.mlp", sizes, shape.activation, bias=shape.mlp_bias, fused=shape.fused
+    )
 
 
 class Decoder:
@@ -214,7 +186,9 @@ class Decoder:
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits. Shapes: [rows, hidden_size] -> float32 [rows, vocab]."""
-        return self._head(hidden, torch.float32)
+        logits = self._head(hidden, torch.float32)
+        divisor = self.shape.logits_divisor
+        return logits if divisor == 1.0 else logits / divisor
 
     def run_step(self, input_ids: Tensor, cache: PagedCache, step: CacheStep) -> Tensor:
         """Append tokens to the cache, one op after another; all tensors on the model's device.
@@ -222,16 +196,15 @@ class Decoder:
         Shapes: int64 [num_tokens] -> [num_tokens, hidden_size], what the output head reads.
         """
         shape = self.shape
-        hidden = F.embedding(input_ids, self._embedding)
+        hidden = self._embed(input_ids)
         angles = self._rotation.at(step.positions, max(step.new_lengths), self.dtype)
-        softmax_scale = shape.head_dim**-0.5
 
         def attend(number: int, qkv: Tensor) -> Tensor:
             layer = self._layers[number]
             norms = (layer.q_norm, layer.k_norm, shape.norm_eps)
             turn = angles if layer.rotary else None
             query = cache.append_rotary(number, qkv, norms, turn, step, shape.num_heads)
-            return cache.attend(number, query, step, softmax_scale, layer.window)
+            return cache.attend(number, query, step, shape.softmax_scale, layer.window)
 
         return self._run(hidden, attend)
 
@@ -240,8 +213,7 @@ class Decoder:
         """Return the logits of whole sequences, without a cache; see Engine."""
         batch, length = input_ids.shape
         check_context((0,), (length,), (0,), self.max_context)
-        softmax_scale = self.shape.head_dim**-0.5
-
+        softmax_scale = self.shape.softmax_scale
         positions = torch.arange(length, device=self.device).repeat(batch)
         angles = self._rotation.at(positions, length, self.dtype)
 
@@ -252,9 +224,14 @@ class Decoder:
             parts = [causal_attention(q, k, v, softmax_scale, layer.window) for q, k, v in rows]
             return torch.cat(parts).to(self.dtype)
 
-        hidden = F.embedding(input_ids.reshape(-1).to(self.device), self._embedding)
-        hidden = self._run(hidden, attend)
-        return self._head(hidden, torch.float32).view(batch, length, self.vocab_size)
+        hidden = self._run(self._embed(input_ids.reshape(-1).to(self.device)), attend)
+        return self.head(hidden).view(batch, length, self.vocab_size)
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        """Return what enters the first layer. Shapes: int64 [tokens] -> [tokens, hidden_size]."""
+        hidden = F.embedding(input_ids, self._embedding)
+        multiplier = self.shape.embedding_multiplier
+        return hidden if multiplier == 1.0 else hidden * multiplier
 
     def _own(self, cache: SequenceCache) -> PagedCache:
         if not isinstance(cache, PagedCache) or cache.layout is not self._layout:
@@ -264,7 +241,8 @@ class Decoder:
     def _fuse(self) -> StepLayers | None:
         """Return the layers for `decoder_step`, or None where one op at a time serves better."""
         step = StepLayers()
-        fits = all(layer.add_to(step) for layer in self._layers)
+        fits = self.shape.residual_multiplier == 1.0
+        fits = fits and all(layer.add_to(step) for layer in self._layers)
         return step if fits and EXTENSION_LOADED and self.device.type == "cpu" else None
 
     def _run_fused(
@@ -274,7 +252,7 @@ class Decoder:
         shape = self.shape
         angles = self._rotation.at(step.positions, max(step.new_lengths), self.dtype)
         return decoder_step(
-            F.embedding(input_ids, self._embedding),
+            self._embed(input_ids),
             layers,
             cache.tensors(),
             self._norm,
@@ -286,7 +264,7 @@ class Decoder:
             shape.num_heads,
             shape.num_kv_heads,
             shape.norm_eps,
-            shape.head_dim**-0.5,
+            shape.softmax_scale,
             shape.activation,
         )
 
@@ -301,11 +279,17 @@ class Decoder:
             else:
                 hidden, qkv = after_add_norm(layer.qkv, hidden, delta, layer.input_norm, eps)
             attended = attend(number, qkv.view(-1, heads, shape.head_dim))
-            delta = layer.out(attended.reshape(-1, shape.query_size))
+            delta = self._added(layer.out(attended.reshape(-1, shape.query_size)))
             hidden, delta = layer.mlp.after_add_norm(hidden, delta, layer.post_norm, eps)
+            delta = self._added(delta)
         if delta is None:
             return rms_norm(hidden, self._norm, eps)
         return add_rms_norm(hidden, delta, self._norm, eps)[1]
+
+    def _added(self, delta: Tensor) -> Tensor:
+        """Return what is added to the residual stream, of what a part of a layer gave."""
+        multiplier = self.shape.residual_multiplier
+        return delta if multiplier == 1.0 else delta * multiplier
 
     def _rotated_heads(
         self, layer: DecoderLayer, qkv: Tensor, angles: tuple[Tensor, Tensor]

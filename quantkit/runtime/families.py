@@ -48,6 +48,7 @@ class Family:
     bias_options: bool = False  # attention_bias and mlp_bias of the config count
     qk_norm: bool = False  # RMS norm over each head of q and k, before the rotary embedding
     window_everywhere: bool = False  # sliding_window counts in all layers, not by layer_types
+    fused: bool = False  # the checkpoint has q, k and v in one matrix, and gate and up in another
     experts: ExpertNames | None = None  # MLPs are lists of experts
 
 
@@ -57,6 +58,8 @@ FAMILIES = {
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(bias_options=True, qk_norm=True),
     "smollm3": Family(bias_options=True),
+    "phi3": Family(window_everywhere=True, fused=True),
+    "granite": Family(bias_options=True),
     "mixtral": Family(
         window_everywhere=True,
         experts=ExpertNames("block_sparse_moe", ("w1", "w3", "w2"), normalizes=True, rounds=False),
@@ -76,6 +79,8 @@ _KNOWN_OPTIONS = frozenset(
         "rope_parameters", "attention_bias", "attention_dropout", "mlp_bias",
         "use_sliding_window", "sliding_window", "max_window_layers", "layer_types",
         "no_rope_layers", "no_rope_layer_interval", "qkv_bias",
+        "resid_pdrop", "embd_pdrop", "original_max_position_embeddings",
+        "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
         "num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob",
         "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step",
         "mlp_only_layers", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
@@ -115,9 +120,14 @@ class ModelShape:
     out_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    fused: bool
+    softmax_scale: float
     windows: tuple[int | None, ...]  # per layer; tokens a query sees, itself included
     rotary: tuple[bool, ...]  # per layer; False leaves positions out of attention
     experts: ExpertShape | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
+    logits_divisor: float = 1.0
 
     @property
     def num_layers(self) -> int:
@@ -172,6 +182,7 @@ def model_shape(config: Any) -> ModelShape:
         raise UnsupportedError(f"hidden_act {config.hidden_act!r} is not known")
     _check_rope(config.rope_parameters)
     attention_bias = family.bias_options and bool(getattr(config, "attention_bias", False))
+    softmax_scale = getattr(config, "attention_multiplier", None) or _head_dim(config) ** -0.5
     return ModelShape(
         model_type=config.model_type,
         vocab_size=config.vocab_size,
@@ -188,9 +199,14 @@ def model_shape(config: Any) -> ModelShape:
         out_bias=attention_bias,
         mlp_bias=family.bias_options and bool(getattr(config, "mlp_bias", False)),
         qk_norm=family.qk_norm,
+        fused=family.fused,
+        softmax_scale=float(softmax_scale),
         windows=_windows(config, family),
         rotary=_rotary_layers(config),
         experts=_experts(config, family.experts) if family.experts else None,
+        embedding_multiplier=float(getattr(config, "embedding_multiplier", 1.0)),
+        residual_multiplier=float(getattr(config, "residual_multiplier", 1.0)),
+        logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
     )
 
 

@@ -16,9 +16,10 @@ from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.errors import CheckpointError, UnsupportedError, nearest
 from quantkit.extension import EXTENSION_LOADED, load_cuda_kernels
 from quantkit.ops import CUDA_FEW_ROWS
-from quantkit.runtime.decoder import Decoder, Rotation
+from quantkit.runtime.decoder import Decoder
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.families import model_shape, parse_config, rotary_frequencies
+from quantkit.runtime.rotation import Rotation
 from quantkit.runtime.weights import WeightReader
 from quantkit.scheme import QuantSpec
 

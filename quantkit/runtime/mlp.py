@@ -48,12 +48,19 @@ class GatedMlp:
         activation: str,
         leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
         bias: bool = False,
+        fused: bool = False,
     ) -> GatedMlp:
-        """Read the linears `leaves` (gate, up, down) below `base`; `sizes` are hidden and inner."""
+        """Read the linears `leaves` (gate, up, down) below `base`; `sizes` are hidden and inner.
+
+        `fused` reads gate and up from one matrix, `gate_up_proj`.
+        """
         hidden, inner = sizes
         gate, up, down = (f"{base}.{leaf}" for leaf in leaves)
+        inputs, rows = ([gate, up], [inner, inner])
+        if fused:
+            inputs, rows = [f"{base}.gate_up_proj"], [2 * inner]
         return cls(
-            reader.linear([gate, up], (inner, inner), hidden, bias),
+            reader.linear(inputs, rows, hidden, bias),
             reader.linear([down], (hidden,), inner, bias),
             activation,
         )

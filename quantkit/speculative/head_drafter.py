@@ -18,11 +18,11 @@ from quantkit import ops
 from quantkit.attention_ops import rms_norm
 from quantkit.decoder_ops import StepLayers, StepLinear, decoder_step
 from quantkit.errors import CheckpointError
-from quantkit.runtime.decoder import Rotation
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generation import PREFILL_CHUNK
 from quantkit.runtime.kv_cache import CacheLayout, PagedCache
 from quantkit.runtime.request import Request
+from quantkit.runtime.rotation import Rotation
 from quantkit.runtime.verification import Draft
 from quantkit.speculative.drafter import DraftSession, Judge
 from quantkit.speculative.drawing import Draw

@@ -1,0 +1,39 @@
+"""The rotary embedding's angles, by position."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Rotation:
+    """Angles of the rotary embedding, in tables that grow with the longest sequence.
+
+    `frequencies` are radians per position of each pair, float32 [head_dim / 2]; `factor` multiplies
+    cos and sin.
+    """
+
+    def __init__(self, frequencies: Tensor, factor: float) -> None:
+        self._frequencies = frequencies
+        self._factor = factor
+        self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
+
+    def at(self, positions: Tensor, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, each [num_tokens, head_dim], of positions below `end`."""
+        if positions.is_cuda:  # a recorded graph must not read a table that may be replaced
+            return self._compute(positions, dtype)
+        cos, sin = self._tables.get(dtype) or self._table(256, dtype)
+        if len(cos) < end:
+            cos, sin = self._table(max(end, 2 * len(cos)), dtype)
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def _table(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(length, device=self._frequencies.device)
+        self._tables[dtype] = self._compute(positions, dtype)
+        return self._tables[dtype]
+
+    def _compute(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        angles = positions.float().unsqueeze(1) * self._frequencies
+        angles = torch.cat((angles, angles), dim=1)
+        cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
+        return cos.to(dtype), sin.to(dtype)
