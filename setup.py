@@ -133,6 +133,8 @@ setup(
             "psutil",
             "matplotlib",
             "jinja2",
+            "lm_eval>=0.4.13",
+            "tenacity",
         ],
     },
     entry_points={"console_scripts": ["quantkit=quantkit.cli.main:main"]},

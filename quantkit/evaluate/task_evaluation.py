@@ -86,9 +86,18 @@ def evaluate_tasks(
     addresses = [address.rstrip("/") for address in (endpoint, reference_endpoint) if address]
     chat = apply_chat_template or any(address.endswith(CHAT) for address in addresses)
     options = Options(
-        Path(checkpoint), chat, batch_size, seed, activations, kv, dtype, device, threads,
-        trust_remote_code, progress,
-    )  # fmt: skip
+        checkpoint=Path(checkpoint),
+        chat=chat,
+        batch_size=batch_size,
+        seed=seed,
+        activations=activations,
+        kv=kv,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+        trust_remote_code=trust_remote_code,
+        progress=progress,
+    )
     sides = [
         in_runtime(options)
         if endpoint is None
