@@ -75,7 +75,14 @@ SCALES = [
         "note",
     ),
     Case("input-scale-missing", "static", remove(f"{Q0}.input_scale"), PYDANTIC),
-    Case("input-scale-unused", "dynamic", add(f"{Q0}.input_scale", 1), ALL, "warning"),
+    Case("input-scale-unused", "dynamic", add(f"{Q0}.input_scale", 1), (VLLM,)),
+    Case(
+        "input-scale-unused",
+        "dynamic",
+        add(f"{Q0}.input_scale", 1),
+        (SGLANG, TRANSFORMERS, TENSORRT),
+        "warning",
+    ),
     Case("input-scale-shape", "static", add(f"{Q0}.input_scale", 2), PYDANTIC),
     Case(
         "fused-scales-differ",

@@ -125,7 +125,9 @@ def head_coded(subject: Subject) -> Iterator[Finding]:
         elif quantization.method not in (COMPRESSED_TENSORS, FP8):
             continue
         if engines:
-            problem = "is in 8 bits, and the engine runs heads in 16 bits: codes taken for weights"
+            problem = (
+                "is in 8 bits, and the engine runs heads in 16 bits: it has no place for a scale"
+            )
             yield error("head-quantized", engines, name, problem, "store the head in 16 bits")
 
 

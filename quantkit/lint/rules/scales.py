@@ -164,8 +164,18 @@ def input_scale_missing(subject: Subject) -> Iterator[Finding]:
             problem = "is declared static, and is not there"
             yield error("input-scale-missing", engines, name, problem, "calibrate the inputs")
         elif not linear.group.static_inputs and name in subject.folder.tensors:
-            problem = "is there, and inputs are declared dynamic: it is not used"
-            yield warning("input-scale-unused", subject.loaders(), name, problem, "remove it")
+            yield from _unused(subject, name)
+
+
+def _unused(subject: Subject, name: str) -> Iterator[Finding]:
+    """Yield what a scale means that no engine has a use for, see `scale_orphaned` on vLLM."""
+    problem, advice = "is there, and inputs are declared dynamic", "remove it"
+    refusing = subject.loaders(VLLM)
+    yield error(
+        "input-scale-unused", refusing, name, f"{problem}: the engine refuses to load it", advice
+    )
+    others = tuple(engine for engine in subject.loaders() if engine != VLLM)
+    yield warning("input-scale-unused", others, name, f"{problem}: it is not used", advice)
 
 
 def input_scale_shape(subject: Subject) -> Iterator[Finding]:
