@@ -1,16 +1,17 @@
-"""Do other engines load our checkpoints and choose our tokens? Prints a table; exits 1 if not.
+"""Do other engines load our checkpoints, and compute what we compute? Exits 1 if not.
 
     python -m tests.engines.compare --vllm-python VENV/bin/python FOLDER...
 
 Each FOLDER is a checkpoint that `calibrate` or `export` wrote. vLLM runs in an environment of its
 own (README.md beside this file says how to make it), so none of this is part of `make test`. Both
-sides continue the same prompts greedily, in bfloat16, with inputs rounded as the checkpoint says,
-once with the KV cache in bfloat16 and once in FP8 (`auto`, for a checkpoint that has KV scales).
+sides compute in float32 with inputs rounded as the checkpoint says, once with a plain KV cache and
+once with the one that the checkpoint declares.
 
-Tokens may differ where two are nearly equal: kernels sum in different orders, and vLLM's logits are
-in bfloat16. The log p by which our choice leads vLLM's is printed. More than MARGIN is a failure
-with a bfloat16 cache; with an FP8 cache it is not, since vLLM's CPU attention rounds more than keys
-and values there (its own log p move by up to 0.6).
+Kernels sum in another order, so a value now and then falls on the other side of a rounding to 8
+bits, and single predictions move: by 0.1 to 0.3 nats as a rule, which is what quantization itself
+does to them. A scale that is missed or misread moves them by several. So what is judged is the log
+p of a passage's tokens: its mean, and the mean difference of single ones. Greedy continuations are
+shown beside that: how many of them are the same for all of eight tokens.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
-from math import inf
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -33,67 +34,89 @@ from quantkit.runtime.model import Fp8Model
 from tests.engines.vllm_tokens import NEW_TOKENS
 
 PROMPTS = (
+    "Monday, Tuesday, Wednesday,",
+    "one, two, three, four,",
+    "2, 4, 6, 8, 10,",
+    "a b c d e f g",
     "The capital of France is",
     "Water boils at a temperature of",
     "def add(a, b):\n    return",
     "Once upon a time, in a small village,",
 )
-MARGIN = 0.25
-"""In log p, as logits differ: two steps of bfloat16 at the size of SmolLM2's largest logits."""
-KV_CACHES = {"bfloat16": "none", "auto": "auto"}
-"""What vLLM calls kinds of KV cache, and we."""
-CANDIDATES = 20
+PASSAGE = (
+    "The history of Rome spans more than two and a half thousand years. It began, so the legend "
+    "says, when twin brothers who had been raised by a wolf founded a city on seven hills beside "
+    "the river Tiber, and it went on to rule most of the world that its people knew. Its roads, "
+    "laws and language outlived its emperors: the roads are still in use in places, the law is "
+    "taught in universities, and the language became Italian, French, Spanish and Romanian. When "
+    "the western half of the empire fell, the bishops of the city kept its archives and its "
+    "ambition, and for a thousand years pilgrims walked to it from every corner of the continent."
+)
+MEAN_LIMIT = 0.05
+"""Nats: of the mean log p, where quantization itself costs 0.01 to 0.03."""
+SINGLE_LIMIT = 0.3
+"""Nats: of the mean difference of single tokens' log p."""
+KV_CACHES = {"plain": ("bfloat16", "none"), "FP8": ("auto", "fp8")}
+"""What vLLM and we call kinds of KV cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """One prompt: how many tokens agree, and the log p by which our next one leads vLLM's."""
-
-    agreeing: int
-    margin: float | None
-
-    @property
-    def ok(self) -> bool:
-        return self.margin is None or self.margin <= MARGIN
-
-    def __str__(self) -> str:
-        if self.margin is None:
-            return f"{self.agreeing} of {NEW_TOKENS}"
-        return f"{self.agreeing} of {NEW_TOKENS}, then a lead of {self.margin:.3f}"
-
-
-def vllm_tokens(
-    python: str, folder: Path, prompts: list[list[int]], kv: str
-) -> tuple[str, list[list[int]]]:
-    """Run vLLM in its own environment; return its version and its tokens."""
+def ask_vllm(python: str, question: dict[str, Any]) -> dict[str, Any]:
+    """Run vLLM in its own environment; raises RuntimeError with the end of what it printed."""
     script = Path(__file__).with_name("vllm_tokens.py")
     with tempfile.TemporaryDirectory() as place:
-        question, answer = Path(place) / "prompts.json", Path(place) / "tokens.json"
-        question.write_text(json.dumps(prompts))
+        files = [Path(place) / name for name in ("question.json", "answer.json")]
+        files[0].write_text(json.dumps(question))
         done = subprocess.run(
-            [python, script, folder.resolve(), question, answer, kv],
+            [python, script, *files],
             env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"},
             capture_output=True,
             text=True,
         )
         if done.returncode:
             raise RuntimeError(done.stderr[-4000:])
-        found = json.loads(answer.read_text())
-    return found["version"], found["tokens"]
+        answer: dict[str, Any] = json.loads(files[1].read_text())
+    return answer
 
 
-def compare(model: Fp8Model, prompt: list[int], theirs: list[int]) -> Outcome:
-    """Compare greedy tokens; where they part, measure how close the two choices are to us."""
-    greedy = SamplingParams(
-        temperature=0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True, logprobs=CANDIDATES
+def log_p(model: Fp8Model, passage: list[int]) -> torch.Tensor:
+    """Return the log p of each token but the first, through the KV cache."""
+    engine = model.engine
+    cache = engine.new_cache(1, len(passage))
+    ids = torch.tensor(passage)
+    logits = engine.forward(ids, [0], [len(passage)], cache, last_only=False)
+    return logits[:-1].log_softmax(dim=-1).gather(1, ids[1:, None]).squeeze(1)
+
+
+def compare(folder: Path, kind: str, python: str, table: Table) -> bool:
+    """Add a row for one checkpoint and kind of cache; tell whether the engines agree."""
+    theirs_kv, ours_kv = KV_CACHES[kind]
+    model = load_fp8(folder, dtype="float32", kv=ours_kv, activations="quantized")
+    encode = model.tokenizer
+    prompts = [encode(prompt)["input_ids"] for prompt in PROMPTS]
+    passage = encode(PASSAGE)["input_ids"]
+    question = {
+        "folder": str(folder.resolve()),
+        "kv": theirs_kv,
+        "prompts": prompts,
+        "passage": passage,
+    }
+    answer = ask_vllm(python, question)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    ours = [done.ids for done in model.generate_ids(prompts, greedy)]
+    same = sum(one == other for one, other in zip(ours, answer["tokens"], strict=True))
+    mine, other = log_p(model, passage), torch.tensor(answer["log_p"])
+    mean = float((other - mine).mean())
+    single = float((other - mine).abs().mean())
+    table.add_row(
+        folder.name,
+        f"vLLM {answer['version']}",
+        kind,
+        f"{float(mine.mean()):.4f}",
+        f"{mean:+.4f}",
+        f"{single:.4f}",
+        f"{same} of {len(PROMPTS)}",
     )
-    [ours] = model.generate_ids([prompt], greedy)
-    assert ours.logprobs is not None
-    for place, (token, other) in enumerate(zip(ours.ids, theirs, strict=True)):
-        if token != other:
-            found = ours.logprobs[place]
-            return Outcome(place, found[token] - found.get(other, -inf))
-    return Outcome(len(theirs), None)
+    return abs(mean) <= MEAN_LIMIT and single <= SINGLE_LIMIT
 
 
 def main() -> None:
@@ -101,23 +124,17 @@ def main() -> None:
     parser.add_argument("--vllm-python", required=True)
     parser.add_argument("folders", type=Path, nargs="+")
     options = parser.parse_args()
-    table = Table("checkpoint", "engine", "KV cache", *(f"{text[:12]}..." for text in PROMPTS))
-    failed = False
+    columns = ("checkpoint", "engine", "KV cache", "our mean log p", "theirs", "single", "greedy")
+    table, agree = Table(*columns), True
     for folder in options.folders:
-        for theirs, ours in KV_CACHES.items():
-            model = load_fp8(folder, dtype="bfloat16", kv=ours, activations="quantized")
-            prompts = [model.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+        for kind in KV_CACHES:
             try:
-                version, tokens = vllm_tokens(options.vllm_python, folder, prompts, theirs)
+                agree &= compare(folder, kind, options.vllm_python, table)
             except RuntimeError as error:
-                print(f"vLLM failed on {folder}:\n{error}", file=sys.stderr)
-                failed = True
-                continue
-            outcomes = [compare(model, *pair) for pair in zip(prompts, tokens, strict=True)]
-            table.add_row(folder.name, f"vLLM {version}", theirs, *map(str, outcomes))
-            failed |= ours == "none" and not all(outcome.ok for outcome in outcomes)
-    Console(width=160).print(table)
-    sys.exit(int(failed))
+                print(f"vLLM failed on {folder}, {kind} cache:\n{error}", file=sys.stderr)
+                agree = False
+    Console(width=120).print(table)
+    sys.exit(int(not agree))
 
 
 if __name__ == "__main__":
