@@ -7,6 +7,7 @@ import torch
 from tests.lint.damage import (
     SERVERS,
     SGLANG,
+    TENSORRT,
     TRANSFORMERS,
     VLLM,
     Case,
@@ -98,7 +99,8 @@ MODEL = [
         ),
         (VLLM, SGLANG),
     ),
-    Case("no-architecture", "dynamic", drop("architectures"), SERVERS),
+    Case("no-architecture", "dynamic", drop("architectures"), (SGLANG, TENSORRT)),
+    Case("no-architecture", "dynamic", drop("architectures"), (VLLM,), "warning"),
     Case("no-model-type", "dynamic", drop("model_type"), ALL),
     Case("no-dtype", "dynamic", drop("dtype"), ALL, "warning"),
     Case("dtype", "dynamic", config(dtype="float8_e4m3fn"), ALL),

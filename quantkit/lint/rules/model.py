@@ -10,8 +10,8 @@ from quantkit.lint.engines import (
     COMPRESSED_TENSORS,
     ENGINES,
     FP8,
-    SERVERS,
     SGLANG,
+    TENSORRT,
     TRANSFORMERS,
     VLLM,
 )
@@ -30,18 +30,20 @@ MTP = "mtp."
 def identity(subject: Subject) -> Iterator[Finding]:
     """transformers: models/auto/configuration_auto.py needs model_type; servers architectures[0].
 
-    vLLM: model_executor/models/registry.py; SGLang: model_loader/utils.py; TensorRT-LLM:
-    _torch/model_config.py, from_pretrained.
+    SGLang: configs/model_config.py; TensorRT-LLM: _torch/model_config.py, from_pretrained. vLLM
+    goes by model_type where it is missing.
     """
-    config = subject.folder.config
+    config, advice = subject.folder.config, "copy it from the original"
     if not strings(config.get("architectures")):
         place = f"{CONFIG_NAME}: architectures"
         problem = "is missing: the engine cannot tell the model's class"
-        yield error("no-architecture", SERVERS, place, problem, "copy it from the original")
+        yield error("no-architecture", (SGLANG, TENSORRT), place, problem, advice)
+        problem = "is missing: the model's class is guessed from model_type"
+        yield warning("no-architecture", (VLLM,), place, problem, advice)
     if not isinstance(config.get("model_type"), str):
         place = f"{CONFIG_NAME}: model_type"
         problem = "is missing: the configuration's class is unknown"
-        yield error("no-model-type", ENGINES, place, problem, "copy it from the original")
+        yield error("no-model-type", ENGINES, place, problem, advice)
 
 
 def dtype(subject: Subject) -> Iterator[Finding]:
