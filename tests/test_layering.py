@@ -21,7 +21,8 @@ OPS = (
     "scaled_ops", "sampling_ops", "decoder_ops", "probe_ops",
 )  # fmt: skip
 RUNTIME = (
-    "errors", "numerics", "scheme", "shards", "checkpoint", "model_names", "experts", *OPS, "runtime",
+    "errors", "numerics", "scheme", "shards", "checkpoint", "model_names", "experts", *OPS,
+    "runtime",
 )  # fmt: skip
 EVERYTHING = (
     *SHARED,
@@ -72,8 +73,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # The report is drawn in the style of the one that inspection makes.
     "evaluate": (*SHARED, "calibrate", *OPS, "runtime", "inspection", "evaluate"),
     "inspection": (
-        "errors", "shards", "staging", "scheme", "containers", "checkpoint", "inspection",
-    ),  # fmt: skip
+        "errors",
+        "shards",
+        "staging",
+        "scheme",
+        "containers",
+        "checkpoint",
+        "inspection",
+    ),
     "lint": ("errors", "scheme", "shards", "tensor_file", "lint"),
     "bench": (*SHARED, "calibrate", *OPS, "runtime", "bench"),
     "cli": (*EVERYTHING, "__init__"),

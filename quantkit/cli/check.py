@@ -28,9 +28,7 @@ def check(
             help="vllm, sglang, transformers, tensorrt-llm. [default: all four]",
         ),
     ] = None,
-    tensor_parallel: Annotated[
-        int, typer.Option("--tp", help="GPUs that are to share the model.")
-    ] = 1,
+    tp: Annotated[int, typer.Option(help="GPUs that are to share the model.")] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print all findings as JSON instead of tables.")
     ] = False,
@@ -39,7 +37,7 @@ def check(
     from quantkit.lint import ENGINES, lint
 
     chosen = ENGINES if engines is None else [name.strip() for name in engines.split(",")]
-    report = lint(checkpoint, chosen, tensor_parallel)
+    report = lint(checkpoint, chosen, tp)
     if as_json:
         write(json.dumps(report.to_json(), indent=2) + "\n")
     else:

@@ -16,7 +16,7 @@ from quantkit.calibrate.progress import Phase
 from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.containers import CONTAINERS
 from quantkit.containers.modelopt import SIDE_FILE
-from quantkit.errors import CheckpointError, DataError, UnsupportedError, nearest
+from quantkit.errors import CheckpointError, DataError
 from quantkit.export.conversion import Conversion
 from quantkit.export.hub import Hub
 from quantkit.export.model_card import Card
@@ -24,7 +24,7 @@ from quantkit.export.origin import CARD, read_origin
 from quantkit.export.result import Export, ExportRefusedError
 from quantkit.export.target import FORMATS, engines_of, target_scheme
 from quantkit.inspection import inspect
-from quantkit.lint import ENGINES, Finding, Severity, lint
+from quantkit.lint import Finding, Severity, check_engines, lint
 from quantkit.shards import MAX_SHARD_BYTES, ShardWriter, read_json, write_json
 from quantkit.side_files import copy_side_files
 from quantkit.staging import MARKER, StagedFolder, check_free_space
@@ -70,7 +70,7 @@ def export(
     Raises ExportRefusedError if one of `engines` would not load the result, and other QuantKitError
     for what cannot be done; `output` is then as it was before.
     """
-    _check_engines(engines)
+    asked = None if engines is None else check_engines(engines)
     destination, source = Path(output), open_checkpoint(checkpoint)
     _check_destination(destination, source)
     scheme = target_scheme(source.scheme, format)
@@ -81,11 +81,11 @@ def export(
     check_free_space(destination, size + min(size, max_shard_bytes))
     with StagedFolder(destination) as stage:
         total = _write(conversion, stage.path, max_shard_bytes, progress)
-        findings = lint(stage.path, engines or engines_of(format, scheme), tp).findings
+        findings = lint(stage.path, asked or engines_of(format, scheme), tp).findings
         result = Export(
             path=destination,
             format=format,
-            engines=_passing(findings, engines, engines_of(format, scheme)),
+            engines=_passing(findings, asked, engines_of(format, scheme)),
             findings=findings,
             num_modules=len(source.quantized),
             loss=conversion.loss,
@@ -111,13 +111,6 @@ def _write(conversion: Conversion, folder: Path, max_shard_bytes: int, progress:
         for name, tensor in conversion.tensors(phase.advance):
             writer.add(name, tensor)
     return writer.finish()
-
-
-def _check_engines(engines: Sequence[str] | None) -> None:
-    for engine in engines or ():
-        if engine not in ENGINES:
-            hint = nearest(engine, ENGINES)
-            raise UnsupportedError(f"--for {engine!r} is not known{hint}; use {', '.join(ENGINES)}")
 
 
 def _check_destination(destination: Path, source: Checkpoint) -> None:

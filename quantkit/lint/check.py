@@ -6,40 +6,27 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from quantkit.errors import UnsupportedError, nearest
-from quantkit.lint.engines import ENGINES
+from quantkit.errors import UnsupportedError
+from quantkit.lint.engines import ENGINES, check_engines
 from quantkit.lint.finding import Finding, merged
 from quantkit.lint.report import Report
 from quantkit.lint.rules import RULES
 from quantkit.lint.subject import Subject, open_subject
 
 
-def lint(path: str | Path, engines: Iterable[str] = ENGINES, tensor_parallel: int = 1) -> Report:
+def lint(path: str | Path, engines: Iterable[str] = ENGINES, tp: int = 1) -> Report:
     """Say what keeps engines from running a checkpoint as it was calibrated.
 
     Reads JSON files, the headers of safetensors files, and scales; loads no model and writes
-    nothing. Raises CheckpointError for what is no checkpoint's folder, and UnsupportedError for an
-    unknown engine or a number of GPUs below 1.
+    nothing. `tp` GPUs are to share the model. Raises CheckpointError for what is no checkpoint's
+    folder, and UnsupportedError for an unknown engine or a number of GPUs below 1.
     """
-    chosen = _checked(engines, tensor_parallel)
-    subject = open_subject(Path(path), tensor_parallel)
+    chosen = check_engines(engines)
+    if tp < 1:
+        raise UnsupportedError(f"--tp must be at least 1, got {tp}")
+    subject = open_subject(Path(path), tp)
     findings = merged(_narrowed(subject, chosen))
-    return Report(str(path), chosen, tensor_parallel, tuple(findings))
-
-
-def _checked(engines: Iterable[str], tensor_parallel: int) -> tuple[str, ...]:
-    chosen = tuple(dict.fromkeys(engines))
-    for engine in chosen:
-        if engine not in ENGINES:
-            hint = nearest(engine, ENGINES)
-            raise UnsupportedError(
-                f"engine {engine!r} is not known{hint}; known: {', '.join(ENGINES)}"
-            )
-    if not chosen:
-        raise UnsupportedError(f"no engine to check for; known: {', '.join(ENGINES)}")
-    if tensor_parallel < 1:
-        raise UnsupportedError(f"--tp must be at least 1, got {tensor_parallel}")
-    return chosen
+    return Report(str(path), chosen, tp, tuple(findings))
 
 
 def _narrowed(subject: Subject, engines: tuple[str, ...]) -> Iterator[Finding]:

@@ -6,6 +6,10 @@ TensorRT-LLM's PyTorch backend. A rule's docstring names the function that it mi
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from quantkit.errors import UnsupportedError, nearest
+
 VLLM, SGLANG, TRANSFORMERS, TENSORRT = "vllm", "sglang", "transformers", "tensorrt-llm"
 ENGINES = (VLLM, SGLANG, TRANSFORMERS, TENSORRT)
 SERVERS = (VLLM, SGLANG, TENSORRT)
@@ -33,3 +37,15 @@ _torch/model_config.py, load_hf_quant_config.
 """
 CHECKED_METHODS = (COMPRESSED_TENSORS, FP8, MODELOPT)
 """Methods whose tensors and configuration have rules; of others only the files are checked."""
+
+
+def check_engines(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the engines, each once; raises UnsupportedError for an unknown one, or for none."""
+    chosen = tuple(dict.fromkeys(names))
+    for name in chosen:
+        if name not in ENGINES:
+            hint = nearest(name, ENGINES)
+            raise UnsupportedError(f"engine {name!r} is not known{hint}; use {', '.join(ENGINES)}")
+    if not chosen:
+        raise UnsupportedError(f"no engine to check for; known: {', '.join(ENGINES)}")
+    return chosen

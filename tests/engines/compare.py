@@ -4,14 +4,14 @@
 
 Each FOLDER is a checkpoint that `calibrate` or `export` wrote. vLLM runs in an environment of its
 own (README.md beside this file says how to make it), so none of this is part of `make test`. Both
-sides compute in float32 with inputs rounded as the checkpoint says, once with a plain KV cache and
-once with the one that the checkpoint declares.
+sides round inputs as the checkpoint says, once with a plain KV cache and once with the one that the
+checkpoint declares. vLLM computes in bfloat16, ours in float32.
 
-Kernels sum in another order, so a value now and then falls on the other side of a rounding to 8
-bits, and single predictions move: by 0.1 to 0.3 nats as a rule, which is what quantization itself
-does to them. A scale that is missed or misread moves them by several. So what is judged is the log
-p of a passage's tokens: its mean, and the mean difference of single ones. Greedy continuations are
-shown beside that: how many of them are the same for all of eight tokens.
+So a value now and then falls on the other side of a rounding to 8 bits, and single predictions
+move: by 0.1 to 0.3 nats as a rule, which is what quantization itself does to them. A scale that is
+missed or misread moves them by several. So what is judged is the log p of a passage's tokens: its
+mean, and the mean difference of single ones. Greedy continuations are shown beside that: how many
+of them are the same for all of eight tokens.
 """
 
 from __future__ import annotations

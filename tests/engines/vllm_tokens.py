@@ -5,7 +5,7 @@
 The question: folder, kv (vLLM's kv_cache_dtype), prompts (lists of token ids) and a passage (one
 such list). The answer: eight greedy tokens for each prompt, the log p of each token of the passage
 but the first, and vLLM's version. Imports nothing of quantkit, so that the two need not be
-installed together. Everything is computed in float32, so that little but the quantization differs.
+installed together.
 
 vLLM multiplies FP8 on a CPU with torch._scaled_mm, which takes minutes for each token there, and
 its CPU build lacks the op that rounds fused weights with one scale per tensor anew. Both are
@@ -60,7 +60,7 @@ def main(question_file: str, answer_file: str) -> None:
     model = LLM(
         model=question["folder"],
         kv_cache_dtype=question["kv"],
-        dtype="float32",
+        dtype="bfloat16",
         max_model_len=512,
         enforce_eager=True,
         seed=0,

@@ -35,4 +35,4 @@ def test_an_engine_that_cannot_load_it_is_named(base: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("gpus", [2, 4])
 def test_a_good_checkpoint_may_be_shared(gpus: int, tmp_path: Path) -> None:
     make, _ = BASES["dynamic"]
-    assert lint(make().save(tmp_path), tensor_parallel=gpus).findings == ()
+    assert lint(make().save(tmp_path), tp=gpus).findings == ()

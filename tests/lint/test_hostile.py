@@ -145,7 +145,7 @@ def test_any_json_is_findings_or_an_error_that_says_so(
     target = tmp_path_factory.getbasetemp() / "junk"
     _save_again(draft, target)
     with contextlib.suppress(CheckpointError):
-        report = lint(target, tensor_parallel=chance.choice([1, 2, 3]))
+        report = lint(target, tp=chance.choice([1, 2, 3]))
         json.dumps(report.to_json(), allow_nan=False)
 
 
