@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quantkit.export import export
 from tests.calibrate.killing import Disk
 
@@ -34,6 +36,7 @@ def killed_at(point: int, checkpoint: Path, output: Path) -> bool:
 
 
 def main(checkpoint: Path, folder: Path) -> None:
+    torch.set_num_threads(1)  # a fork has no threads but its own, and would wait for the others
     old, new, output = folder / "old" / "out", folder / "new" / "out", folder / "run" / "out"
     for path in (old, new, output):
         path.parent.mkdir(parents=True)
