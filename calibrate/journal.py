@@ -27,6 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from quantkit.calibrate.interrupts import InterruptWatch
 from quantkit.calibrate.layerwise import Batch
 from quantkit.calibrate.plan import Plan
 from quantkit.calibrate.records import differences, from_json
@@ -74,12 +75,18 @@ class Journal:
         self._run = _as_json(run)
         self._num_layers = num_layers
         self._resume = resume
+        self._interrupts = InterruptWatch()
 
     def __enter__(self) -> Journal:
+        self._open()
+        self._interrupts.__enter__()
+        return self
+
+    def _open(self) -> None:
         found = (self.folder / RUN).exists()
         if found and self._resume:
             self._take_up()
-            return self
+            return
         if found:
             logger.warning(
                 "an unfinished run of %s, %d layers far, is discarded; --resume would continue it",
@@ -92,7 +99,6 @@ class Journal:
         self.folder.mkdir()
         self._write(RUN, self._run)
         sync_folder(self.folder.parent)
-        return self
 
     def __exit__(
         self,
@@ -100,9 +106,14 @@ class Journal:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._interrupts.__exit__(kind, error, trace)
+        if error is not None and self._interrupts.seen:
+            error = KeyboardInterrupt()  # whatever a library made of it
         finished = self._num_recorded()
         if not (finished and error is not None and _may_pass(error)):
             self._remove()
+            if self._interrupts.seen and isinstance(error, KeyboardInterrupt):
+                raise error
             return
         done = f"{finished} of {self._num_layers} layers"
         if isinstance(error, KeyboardInterrupt):

@@ -151,6 +151,34 @@ class TestCtrlC:
         assert contents(tmp_path / "out") == contents(tmp_path / "expected")
         assert beside(tmp_path) == ["expected", "out"]
 
+    @pytest.mark.parametrize(("layer", "expected"), [(2, Interrupted), (0, KeyboardInterrupt)])
+    def test_it_counts_also_where_a_library_makes_another_error_of_it(
+        self,
+        run: Callable[..., Report],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        layer: int,
+        expected: type[BaseException],
+    ) -> None:
+        original = pipeline.calibrate_layer
+
+        def in_c(model: Any, number: int, *args: Any, **kwargs: Any) -> Any:
+            if number < layer:
+                return original(model, number, *args, **kwargs)
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(1)
+            except KeyboardInterrupt:
+                raise ValueError("could not determine the shape of a storage") from None
+
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        monkeypatch.setattr(pipeline, "calibrate_layer", in_c)
+        with pytest.raises(expected) as caught:
+            run()
+        assert type(caught.value) is expected
+        assert beside(tmp_path) == ([".out.journal"] if layer else [])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
     def test_before_the_first_layer_is_finished_nothing_is_left(
         self, run: Callable[..., Report], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
