@@ -128,8 +128,10 @@ def _quality_row(kv: str, found: Mapping[str, float]) -> tuple[str, ...]:
 
 
 def _setting(quality: Mapping[str, Any]) -> str:
+    # A card is public, and where files lay is nobody's business.
+    sources = [s if s.startswith("hf:") else s.rpartition("/")[2] for s in quality["data"]]
     return (
-        f"{quality['count']:,} tokens of {', '.join(quality['data'])}; window "
+        f"{quality['count']:,} tokens of {', '.join(sources)}; window "
         f"{quality['window']}, stride {quality['stride']}; computed in {quality['dtype']}, "
         f"activations {quality['activations']}."
     )

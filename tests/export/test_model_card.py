@@ -31,7 +31,7 @@ QUALITY = {
             "ppl_ratio_standard_error": 0.00164,
         }
     },
-    "count": 12427, "data": ["wiki.txt"], "window": 512, "stride": 512, "dtype": "float32",
+    "count": 12427, "data": ["/home/me/wiki.txt", "hf:org/name"], "window": 512, "stride": 512, "dtype": "float32",
     "activations": "quantized as an 8-bit engine does",
 }  # fmt: skip
 
@@ -103,7 +103,7 @@ def test_measured_quality_is_a_table(tmp_path: Path) -> None:
     text = card_of(make(tmp_path), tmp_path / "out", quality=file).text
     row = "| not quantized | 0.01697 | 0.167 | 93.3% | 1.0133 ± 0.0016 |"
     assert row in text
-    assert "12,427 tokens of wiki.txt; window 512" in text
+    assert "12,427 tokens of wiki.txt, hf:org/name; window 512" in text
     assert "Not measured" not in text
 
 
