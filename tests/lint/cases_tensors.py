@@ -148,6 +148,25 @@ SHAPES = [
         place="model.layers.0.self_attn.k_proj.weight",
     ),
     Case(
+        "partial-blocks",
+        "fp8-block",
+        narrow(GATE0, 300),
+        (TRANSFORMERS,),
+        place=f"{GATE0}.weight",
+        also=("block-rows", "tp-size"),
+    ),
+    Case(
+        "partial-blocks",
+        "block",
+        both(
+            put(f"{Q0}.weight", lambda w: w[:, :100].clone()),
+            put(f"{Q0}.weight_scale", lambda s: s[:, :1].clone()),
+        ),
+        (TRANSFORMERS,),
+        place=f"{Q0}.weight",
+        also=("block-columns",),
+    ),
+    Case(
         "block-columns",
         "block",
         lambda draft: None,

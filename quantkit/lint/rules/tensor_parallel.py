@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 
 from quantkit.lint.documents import whole_number
-from quantkit.lint.engines import COMPRESSED_TENSORS, FP8, SERVERS, SGLANG, VLLM
+from quantkit.lint.engines import COMPRESSED_TENSORS, FP8, SERVERS, SGLANG, TRANSFORMERS, VLLM
 from quantkit.lint.finding import Finding, error
 from quantkit.lint.linears import COLUMN_PARALLEL, ROW_PARALLEL, Linear
 from quantkit.lint.quantization import is_text
@@ -15,6 +16,7 @@ FEWER = "serve it on another number of GPUs"
 WHOLE_EXPERTS = f"{FEWER}, or with expert parallelism, which cuts no expert"
 BLOCK_SERVERS = (VLLM, SGLANG)
 INPUT_GROUP = 128
+PER_CHANNEL = "use scales per channel for this model"
 
 
 def heads(subject: Subject) -> Iterator[Finding]:
@@ -87,7 +89,7 @@ def block_rows(subject: Subject) -> Iterator[Finding]:
                 )
                 fused = f", fused with {_others(linears, linear)}" if len(linears) > 1 else ""
                 problem = f"has {rows} rows{shard}{fused}: not a multiple of the block's {block[0]}"
-                advice = _advice(linear) if shard else "use scales per channel for this model"
+                advice = _advice(linear) if shard else PER_CHANNEL
                 yield error("block-rows", engines, linear.weight.name, problem, advice)
 
 
@@ -142,9 +144,40 @@ def block_columns(subject: Subject) -> Iterator[Finding]:
         shard = f" on each of {gpus} GPUs" if columns != linear.columns else ""
         problem = f"has {columns} columns{shard}: not a multiple of the inputs' groups of {wide}"
         is_cut = bool(shard) and linear.columns % wide == 0
-        advice = _advice(linear) if is_cut else "use scales per channel for this model"
+        advice = _advice(linear) if is_cut else PER_CHANNEL
         engines = subject.loaders(*BLOCK_SERVERS)
         yield error("block-columns", engines, linear.weight.name, problem, advice)
+
+
+def partial_blocks(subject: Subject) -> Iterator[Finding]:
+    """Sizes over numbers of blocks are taken for the size of one, and inputs cut into whole groups.
+
+    transformers: integrations/finegrained_fp8.py, Fp8Dequantize takes rows / scale rows for the
+    rows of a block (on a CPU, and where a GPU has no FP8), and refuses what leaves a rest.
+    compressed-tensors: quantization/lifecycle/forward.py unflattens inputs into whole groups.
+    """
+    method = subject.quantization.method
+    for linear in subject.linears.coded if TRANSFORMERS in subject.loaders() else ():
+        block = linear.group.block if linear.group else None
+        if block is None:
+            continue
+        if method == FP8 and (problem := _misread(linear.rows, linear.columns, block)):
+            yield error("partial-blocks", (TRANSFORMERS,), linear.weight.name, problem, PER_CHANNEL)
+        elif method == COMPRESSED_TENSORS and linear.columns % block[1]:
+            problem = f"has {linear.columns} columns, which it cuts into groups of {block[1]}"
+            advice = f"load it with run_compressed=False, or {PER_CHANNEL}"
+            yield error("partial-blocks", (TRANSFORMERS,), linear.weight.name, problem, advice)
+
+
+def _misread(rows: int, columns: int, block: tuple[int, int]) -> str | None:
+    for size, side, step in ((rows, "rows", block[0]), (columns, "columns", block[1])):
+        count = ceil(size / step)
+        if size % count:
+            return f"has {size} {side} in {count} blocks, which it cannot divide"
+        if count > 1 and size // count != step:
+            taken = size // count
+            return f"has {size} {side} in blocks of {step}: it takes them for blocks of {taken}"
+    return None
 
 
 def alignment(subject: Subject) -> Iterator[Finding]:
@@ -177,4 +210,4 @@ def _one_by_one_or_fused(subject: Subject) -> Iterator[list[Linear]]:
     yield from ([line] for name, line in subject.linears.by_name.items() if name not in known)
 
 
-RULES = (heads, divisible, block_rows, block_columns, alignment)
+RULES = (heads, divisible, block_rows, block_columns, partial_blocks, alignment)
