@@ -150,7 +150,7 @@ SHAPES = [
     Case(
         "partial-blocks",
         "fp8-block",
-        narrow(GATE0, 300),
+        narrow(GATE0, 400),
         (TRANSFORMERS,),
         place=f"{GATE0}.weight",
         also=("block-rows", "tp-size"),
