@@ -31,7 +31,8 @@ QUALITY = {
             "ppl_ratio_standard_error": 0.00164,
         }
     },
-    "count": 12427, "data": ["/home/me/wiki.txt", "hf:org/name"], "window": 512, "stride": 512, "dtype": "float32",
+    "count": 12427, "data": ["/home/me/wiki.txt", "hf:org/name"], "window": 512,
+    "stride": 512, "dtype": "float32",
     "activations": "quantized as an 8-bit engine does",
 }  # fmt: skip
 
