@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli.console import write
+from quantkit.cli.console import FAILED, write
 
 if TYPE_CHECKING:
     from quantkit.lint import Report
-
-FAILED = 1
 
 
 def check(

@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING
 
 from quantkit.errors import QuantKitError
 
+FAILED = 1
+"""Exit code of a command whose check or threshold failed."""
+
 if TYPE_CHECKING:
     from rich.table import Table
 

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from quantkit.cli.console import note, print_tables, write
+from quantkit.cli.console import FAILED, note, print_tables, write
 
 if TYPE_CHECKING:
     from quantkit.evaluate import Result, TaskResult
-
-FAILED = 1
 
 
 def show(

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quantkit.cli.console import note, quiet_transformers, write
+from quantkit.cli.console import FAILED, note, quiet_transformers, write
 
 if TYPE_CHECKING:
     from quantkit.export import Export
-
-FAILED = 1
 
 
 def export(

@@ -24,6 +24,7 @@ from quantkit.export.origin import CARD, read_origin
 from quantkit.export.result import Export, ExportRefusedError
 from quantkit.export.target import FORMATS, engines_of, target_scheme
 from quantkit.inspection import inspect
+from quantkit.inspection.record import read_record
 from quantkit.lint import Finding, Severity, check_engines, lint
 from quantkit.shards import MAX_SHARD_BYTES, ShardWriter, read_json, write_json
 from quantkit.side_files import copy_side_files
@@ -79,13 +80,14 @@ def export(
     conversion = Conversion(source, scheme, CONTAINERS[format], _input_amax(source.path))
     size = sum(file.stat().st_size for file in source.path.glob("*.safetensors"))
     check_free_space(destination, size + min(size, max_shard_bytes))
+    meant = engines_of(format, scheme)
     with StagedFolder(destination) as stage:
         total = _write(conversion, stage.path, max_shard_bytes, progress)
-        findings = lint(stage.path, asked or engines_of(format, scheme), tp).findings
+        findings = lint(stage.path, asked or meant, tp).findings
         result = Export(
             path=destination,
             format=format,
-            engines=_passing(findings, asked, engines_of(format, scheme)),
+            engines=_passing(findings, asked, meant),
             findings=findings,
             num_modules=len(source.quantized),
             loss=conversion.loss,
@@ -136,7 +138,7 @@ def _input_amax(folder: Path) -> dict[str, float]:
     """Return the largest |input| of each module that calibration noted."""
     if not (folder / MARKER).is_file():
         return {}
-    modules = [m for layer in inspect(folder).record.layers for m in layer.modules]
+    modules = [module for layer in read_record(folder).layers for module in layer.modules]
     return {module.name: module.input_amax for module in modules if module.input_amax}
 
 

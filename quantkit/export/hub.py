@@ -14,6 +14,7 @@ from quantkit.errors import UnsupportedError
 from quantkit.side_files import WEIGHT_PATTERNS
 
 REPO_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+"""OWNER/NAME, as the Hub names its repositories."""
 
 
 class Hub:

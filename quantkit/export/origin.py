@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.export.hub import REPO_ID
+
 logger = logging.getLogger("quantkit")
 
 CARD = "README.md"
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md")
 LICENCE_KEYS = ("license", "license_name", "license_link")
 
@@ -28,7 +28,7 @@ class Origin:
     @property
     def base_model(self) -> str | None:
         """The Hub id of the model that was quantized, if it is known."""
-        if HUB_ID.fullmatch(self.name):
+        if REPO_ID.fullmatch(self.name):
             return self.name
         named = self.metadata.get("base_model")
         return named if isinstance(named, str) else None
