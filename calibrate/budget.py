@@ -50,7 +50,8 @@ def keep_sensitive(plan: Plan, sensitivity: Sensitivity | None) -> Plan:
     """Leave the most sensitive groups as they are, as far as the budget goes."""
     if sensitivity is None:
         return plan
-    modules = {module.name: module for module in plan.quantized}
+    # The budget is that of the layers: nothing predicts what the head costs.
+    modules = {m.name: m for m in plan.quantized if m.layer is not None}
     members: dict[str, list[str]] = {}
     for name in modules:
         members.setdefault(engine_group(name, modules), []).append(name)

@@ -31,7 +31,7 @@ from quantkit.calibrate.interrupts import InterruptWatch
 from quantkit.calibrate.layerwise import Batch
 from quantkit.calibrate.plan import Plan
 from quantkit.calibrate.records import differences, from_json
-from quantkit.calibrate.report import KEEP, LayerReport, Report
+from quantkit.calibrate.report import KEEP, LayerReport, ModuleReport, Report
 from quantkit.errors import CheckpointError
 from quantkit.shards import read_json
 from quantkit.staging import MARKER, beside, staged_file, sync_folder
@@ -58,14 +58,20 @@ class Journal:
 
     `run` is the run's fingerprint: JSON whose every value a resumed run must repeat. With `resume`
     an unfinished run of the same destination is taken up: `layers`, `prelude` and `num_pieces` are
-    what it had finished. Else it is discarded, and a log line says so.
+    what it had finished. Else it is discarded, and a log line says so. `keeps_last` keeps the
+    outputs of the last layer too, for what comes after it.
 
     Raises CheckpointError, and leaves the journal alone, if the unfinished run was another or its
     files are damaged. Ctrl-C becomes `Interrupted` once a layer is finished.
     """
 
     def __init__(
-        self, destination: Path, run: Mapping[str, Any], num_layers: int, resume: bool
+        self,
+        destination: Path,
+        run: Mapping[str, Any],
+        num_layers: int,
+        resume: bool,
+        keeps_last: bool = False,
     ) -> None:
         self.destination = destination.absolute()
         self.folder = beside(self.destination, "journal")
@@ -74,6 +80,7 @@ class Journal:
         self.num_pieces = 0
         self._run = _as_json(run)
         self._num_layers = num_layers
+        self._num_kept = num_layers + keeps_last  # from here on no hidden states are kept
         self._resume = resume
         self._interrupts = InterruptWatch()
 
@@ -139,7 +146,7 @@ class Journal:
         number = len(self.layers)
         for batch in batches:
             _make_contiguous(batch)
-        if batches and number + 1 < self._num_layers:
+        if batches and number + 1 < self._num_kept:
             states = {
                 f"{place}.{name}": tensor
                 for place, batch in enumerate(batches)
@@ -155,7 +162,7 @@ class Journal:
 
     def restore(self, batches: Sequence[Batch]) -> None:
         """Put what enters the first unfinished layer into batches at the door of layer 0."""
-        if not self.layers or not batches or len(self.layers) == self._num_layers:
+        if not self.layers or not batches or len(self.layers) == self._num_kept:
             return
         path = self._hidden(len(self.layers))
         try:
@@ -241,6 +248,7 @@ def finished_report(destination: Path, plan: Plan, provenance: Mapping[str, Any]
         recorded = read_json(destination / MARKER)
         layers = [from_json(LayerReport, layer) for layer in recorded["layers"]]
         kept = {m.name for layer in layers for m in layer.modules if KEEP in m.tiers}
+        outside = [from_json(ModuleReport, module) for module in recorded["outside_layers"]]
         made = replace(plan.keeping(kept), target_bytes=int(recorded["target_bytes"]))
     except (CheckpointError, LookupError, TypeError, ValueError):
         return None
@@ -248,7 +256,9 @@ def finished_report(destination: Path, plan: Plan, provenance: Mapping[str, Any]
         return None
     logger.info("%s is finished: there is nothing to resume", destination)
     shutil.rmtree(beside(destination.absolute(), "journal"), ignore_errors=True)
-    return RecordedReport(made, destination, layers, recorded["warnings"], recorded=recorded)
+    return RecordedReport(
+        made, destination, layers, recorded["warnings"], outside=outside, recorded=recorded
+    )
 
 
 def _may_pass(error: BaseException) -> bool:

@@ -75,7 +75,7 @@ def calibrate_layer(
     report = LayerReport(
         name,
         [
-            _module_report(linear, moments.get(key), key in smoothed.gain_db)
+            module_report(linear, moments.get(key), key in smoothed.gain_db)
             for key, linear in linears.items()
         ],
         smoothing=smoothed.lines,
@@ -237,9 +237,10 @@ def _move(
     return first_sqnr if first_sqnr is not None else 0.0
 
 
-def _module_report(
-    linear: QuantizedLinear, moments: InputMoments | None, is_smoothed: bool
+def module_report(
+    linear: QuantizedLinear, moments: InputMoments | None, is_smoothed: bool = False
 ) -> ModuleReport:
+    """Return what to report of a linear module, and of its input where that was observed."""
     rows, columns = linear.codes.shape
     report = ModuleReport(
         name=linear.name,

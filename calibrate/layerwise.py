@@ -154,6 +154,30 @@ class LayerwiseModel:
             logits: Tensor = self.skeleton.model(input_ids=device_ids, use_cache=False).logits
         return logits
 
+    @torch.no_grad()
+    def head_inputs(self, batches: Sequence[Batch]) -> Iterator[Tensor]:
+        """Yield what the output head reads when batches have passed the last layer.
+
+        Shapes: [sequences, tokens, hidden_size] each. Embeddings and head are loaded for it, and
+        the head does not run.
+        """
+        found: list[Tensor] = []
+
+        def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            found.append(args[0])
+            raise _EndOfLayersError
+
+        with self.skeleton.visit(""):
+            handle = self.skeleton.model.get_output_embeddings().register_forward_pre_hook(stop)
+            try:
+                for batch in batches:
+                    ids = torch.zeros(batch.hidden.shape[:2], dtype=torch.int64)
+                    with suppress(_EndOfLayersError):
+                        self.logits(ids, batch.hidden)
+                    yield found.pop()
+            finally:
+                handle.remove()
+
     @contextmanager
     def _recorders(
         self, stop_after: int | None, output_size: int | None, output: Tensor | None = None

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import quantkit
 from quantkit.calibrate.budget import keep_sensitive, measure_sensitivity, quantized_linears
 from quantkit.calibrate.data import Samples, effective_seq_len, load_samples
 from quantkit.calibrate.expert_tokens import scarce_warnings
+from quantkit.calibrate.head import quantize_head
 from quantkit.calibrate.journal import Journal, finished_report
 from quantkit.calibrate.kv_report import kv_warnings
 from quantkit.calibrate.layer import calibrate_layer
@@ -28,7 +28,6 @@ from quantkit.calibrate.layerwise import Batch, LayerwiseModel, make_batches
 from quantkit.calibrate.output import CheckpointOutput, bytes_of_dtype, peak_bytes
 from quantkit.calibrate.plan import Plan, make_plan
 from quantkit.calibrate.progress import Phase
-from quantkit.calibrate.quantized_layer import quantize_weights
 from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.calibrate.records import from_json
 from quantkit.calibrate.report import LayerReport, Report, zeroed_warnings
@@ -70,6 +69,7 @@ def calibrate(
     tiers: str | None = None,
     budget: float | None = None,
     ignore: Sequence[str] = (),
+    head: str | None = None,
     device: str = "auto",
     dtype: str = "auto",
     dry_run: bool = False,
@@ -96,6 +96,8 @@ def calibrate(
             between: range, compensation, smoothing, formats, outliers, keep.
         budget: bytes a weight up to which the most sensitive modules stay as they are; 0 for none.
         ignore: further modules to leave as they are: names, or `re:` patterns.
+        head: 8-bit format of the output head ("e3m4", "e4m3", "e5m2"), which makes a checkpoint
+            for quantkit alone; "none" leaves it as it is. Default as the recipe says.
         device: "auto", "cpu" or "cuda".
         dtype: dtype of the tensors that are not quantized; "auto" keeps the source's.
         dry_run: only make the plan; nothing is written and no data is read.
@@ -112,7 +114,7 @@ def calibrate(
     run lasts, another one with the same `output` is refused.
     """
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    chosen = chosen.with_options(kv, tuple(ignore), tiers, budget)
+    chosen = chosen.with_options(kv, tuple(ignore), tiers, budget, head)
     _check_options(dtype, samples=samples, seq_len=seq_len, batch_size=batch_size)
     destination = None if dry_run else _destination(output, model)
     source = open_source(model, trust_remote_code)
@@ -153,7 +155,8 @@ def calibrate(
             if finished is not None:
                 return finished
         run = _fingerprint(report.provenance, skeleton, size, max_shard_bytes)
-        with Journal(destination, run, len(skeleton.layers), resume) as journal:
+        has_head = any(module.layer is None for module in plan.quantized)
+        with Journal(destination, run, len(skeleton.layers), resume, has_head) as journal:
             shards = ShardWriter(
                 stage.path, max_shard_bytes, work=journal.folder, num_pieces=journal.num_pieces
             )
@@ -171,6 +174,8 @@ def calibrate(
             report.layers = _quantize(
                 plan, layerwise, moving, output_tensors, journal, report.sensitivity, progress
             )
+            head_tensors, report.outside = quantize_head(plan, layerwise, moving)
+            output_tensors.write("", head_tensors)
             flagged = kv_warnings({layer.name: layer.kv for layer in report.layers if layer.kv})
             reach = {layer.name: layer.experts for layer in report.layers}
             report.warn([*flagged, *scarce_warnings(reach), *zeroed_warnings(report.layers)])
@@ -192,7 +197,7 @@ def _quantize(
     sensitivity: Sensitivity | None,
     progress: bool,
 ) -> list[LayerReport]:
-    """Quantize and write every decoder layer, then what lies outside the layers.
+    """Quantize and write every decoder layer.
 
     Layers that the journal has are passed over, and it gets each of the others.
     """
@@ -223,22 +228,7 @@ def _quantize(
             f"no decoder layer of {plan.source_name} cached keys or values, so KV scales are "
             "unknown; use --kv none for this model"
         )
-    output.write("", _outside_layers(plan, skeleton))
     return journal.layers
-
-
-def _outside_layers(plan: Plan, skeleton: Skeleton) -> dict[str, Tensor]:
-    """Quantize the modules outside the layers that the recipe names: the output head, if any."""
-    tensors = {}
-    outside = {module.name for module in plan.quantized if module.layer is None}
-    for name, module in skeleton.linear_modules().items():
-        if skeleton.disk_name(name) in outside:
-            skeleton.load(name)
-            linears = quantize_weights(skeleton, {name: module}, plan.recipe.weights)
-            for leaf, tensor in linears[name].tensors().items():
-                tensors[f"{linears[name].name}.{leaf}"] = tensor
-            skeleton.unload(name)
-    return tensors
 
 
 def _check_options(dtype: str, **counts: int | None) -> None:

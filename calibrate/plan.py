@@ -13,6 +13,7 @@ from math import prod
 import torch
 
 from quantkit.calibrate.estimates import memory_bytes, seconds
+from quantkit.calibrate.moments import group_name
 from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.selection import resolve_modules
 from quantkit.calibrate.skeleton import Skeleton
@@ -95,6 +96,7 @@ def make_plan(
     source_bytes = sum(_nbytes(source, name) for name in source.names)
     saved = sum(m.source_bytes - m.target_bytes for m in modules if m.quantized)
     target_bytes = source_bytes - saved + _kv_bytes(skeleton, recipe) - _dropped_bytes(skeleton)
+    target_bytes += _statistics_bytes(modules, recipe)
     tokens = num_samples * seq_len if recipe.needs_data else 0
     return Plan(
         source_name=source.name,
@@ -130,11 +132,13 @@ def _plan_modules(skeleton: Skeleton, recipe: Recipe) -> list[ModulePlan]:
     quantized, _ = resolve_modules(
         recipe,
         [disk_names[name] for name in eligible],
-        tied_head=tied,
+        tied_head=tied and recipe.head is None,
         head=disk_names[head],
         unquantized=[disk_names[name] for name in sorted(routers)],
     )
     chosen = {name for name in eligible if disk_names[name] in quantized}
+    if recipe.head is not None:
+        chosen.add(head)
     if head in chosen and recipe.inputs is not None and not recipe.inputs.dynamic:
         raise UnsupportedError(
             f"{head} cannot be quantized with static inputs: nothing outside the decoder layers is "
@@ -252,6 +256,14 @@ def _kv_bytes(skeleton: Skeleton, recipe: Recipe) -> int:
     if recipe.kv_spec.granularity is Granularity.HEAD:
         scales = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     return 2 * SCALE_BYTES * scales * len(cached_layers(skeleton.model.config.to_dict()))
+
+
+def _statistics_bytes(modules: Sequence[ModulePlan], recipe: Recipe) -> int:
+    """Return the bytes of what a native checkpoint tells about inputs, one a fused group."""
+    if recipe.is_portable or not recipe.tiers.needs_data:
+        return 0
+    inside = {m.name: m.shape[1] for m in modules if m.quantized and m.layer is not None}
+    return sum(SCALE_BYTES * k for name, k in inside.items() if group_name(name, inside) == name)
 
 
 def _dropped_bytes(skeleton: Skeleton) -> int:

@@ -130,7 +130,7 @@ def _stored_weight(skeleton: Skeleton, name: str, is_changed: bool) -> Tensor:
     One that was changed after loading is only known as it is.
     """
     weight = f"{name}.weight"
-    stored = skeleton.source_name(weight)
+    stored = skeleton.stored_name(weight)
     parameter: Tensor = skeleton.model.get_parameter(weight)
     if is_changed or stored is None or skeleton.source.dtype(stored) == parameter.dtype:
         return parameter

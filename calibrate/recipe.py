@@ -16,7 +16,7 @@ from typing import Any
 from quantkit.calibrate.selection import ALL_LINEARS, HEAD
 from quantkit.calibrate.tiers import Tiers, only_tiers
 from quantkit.errors import RecipeError, nearest
-from quantkit.numerics import E4M3
+from quantkit.numerics import E4M3, FORMATS
 from quantkit.scheme import Granularity, QuantSpec, Scheme
 
 _KV_SPECS: dict[str, QuantSpec | None] = {
@@ -42,6 +42,8 @@ _INPUT_KINDS = (
 class Recipe:
     """What to quantize, and how. `inputs=None` quantizes weights only.
 
+    A `head` in 8 bits is stored beside the embedding that it may be tied to, which stays as it is.
+
     Raises RecipeError where the parts do not make a checkpoint that engines, or quantkit itself,
     can load.
     """
@@ -53,6 +55,7 @@ class Recipe:
     kv: str = "fp8"  # "fp8": one scale per layer; "fp8-head": one per KV head; "none"
     targets: tuple[str, ...] = (ALL_LINEARS,)
     ignore: tuple[str, ...] = (HEAD,)
+    head: str | None = None  # format of the output head; None treats it like any target
     tiers: Tiers = field(default_factory=Tiers)
 
     def __post_init__(self) -> None:
@@ -66,6 +69,16 @@ class Recipe:
             raise RecipeError(f"kv is {self.kv!r}{hint}; known: {', '.join(_KV_SPECS)}")
         if not self.targets:
             raise RecipeError(f'targets is empty; targets = ["{ALL_LINEARS}"] selects all modules')
+        self._check_head()
+
+    def _check_head(self) -> None:
+        if self.head is None:
+            return
+        if self.head not in FORMATS:
+            hint = nearest(self.head, FORMATS)
+            raise RecipeError(f"head is {self.head!r}{hint}; known: {', '.join(FORMATS)}")
+        if HEAD in self.ignore:
+            raise RecipeError(f"head is {self.head!r} and ignore has {HEAD!r}; remove one of them")
 
     def _check_multiplied(self, inputs: QuantSpec) -> None:
         """Raise RecipeError unless weights and inputs are what 8-bit matmuls multiply."""
@@ -89,7 +102,8 @@ class Recipe:
     @property
     def is_portable(self) -> bool:
         """True if the weights are what every engine loads."""
-        return self.tiers.is_portable and self.weights.format == E4M3.name
+        plain = self.weights.format == E4M3.name and self.head is None
+        return self.tiers.is_portable and plain
 
     def scheme(self, ignored: Iterable[str], formats: Mapping[str, str] | None = None) -> Scheme:
         """Return the scheme of a checkpoint in which `ignored` (full names) stay unquantized.
@@ -106,20 +120,27 @@ class Recipe:
         ignore: Sequence[str] = (),
         tiers: str | None = None,
         budget: float | None = None,
+        head: str | None = None,
     ) -> Recipe:
         """Return the recipe with other values where they are given, and more `ignore` entries.
 
         `tiers` is "none" for plain rounding, or the names of those to use, separated by commas;
-        tiers that the recipe does not use stay off. Raises RecipeError for an unknown name.
+        tiers that the recipe does not use stay off. `head` is a format, or "none" to leave the
+        output head as it is. Raises RecipeError for an unknown name.
         """
-        added = tuple(entry for entry in ignore if entry not in self.ignore)
         chosen = self.tiers if tiers is None else only_tiers(self.tiers, tiers)
         if budget is not None:
             chosen = replace(chosen, budget=budget)
+        added = [entry for entry in ignore if entry not in self.ignore]
+        if head == "none" and HEAD not in (*self.ignore, *added):
+            added.append(HEAD)
+        kept = [entry for entry in self.ignore if entry != HEAD or head in (None, "none")]
+        leaves = head == "none" or (head is None and HEAD in added)
         return replace(
             self,
             kv=self.kv if kv is None else kv,
-            ignore=(*self.ignore, *added),
+            ignore=(*kept, *added),
+            head=None if leaves else self.head if head is None else head,
             tiers=chosen,
         )
 
@@ -181,11 +202,13 @@ def parse_recipe(text: str, where: str, name: str) -> Recipe:
         raise RecipeError(f"{where} is not valid TOML: {error}") from None
     if "weights" not in table:
         raise RecipeError(f"{where} has no [weights] table; 'granularity' is its one required key")
-    for key in ("name", "description", "kv"):
+    for key in ("name", "description", "kv", "head"):
         _check_type(table, key, str, where)
     for key in ("targets", "ignore"):
         if key in table:
             table[key] = _string_tuple(table[key], f"{where}: {key}")
+    if "head" in table:
+        table.setdefault("ignore", ())
     for key in ("weights", "inputs"):
         if key in table:
             table[key] = _parse_spec(table[key], f"{where}: [{key}]")

@@ -108,6 +108,7 @@ class Report:
     warnings: list[str] = field(default_factory=list)
     provenance: dict[str, Any] = field(default_factory=dict)
     sensitivity: Sensitivity | None = None
+    outside: list[ModuleReport] = field(default_factory=list)  # the output head, if quantized
 
     def warn(self, warnings: Iterable[str]) -> None:
         """Log warnings and keep them for quantkit.json."""
@@ -116,10 +117,14 @@ class Report:
             self.warnings.append(warning)
 
     @property
+    def modules(self) -> list[ModuleReport]:
+        """All linear modules that were quantized or kept, the head last."""
+        return [*(module for layer in self.layers for module in layer.modules), *self.outside]
+
+    @property
     def formats(self) -> dict[str, str]:
-        """The 8-bit format of every quantized module inside the layers."""
-        modules = [module for layer in self.layers for module in layer.modules]
-        return {module.name: module.format for module in modules if module.format}
+        """The 8-bit format of every quantized module."""
+        return {module.name: module.format for module in self.modules if module.format}
 
     def to_json(self) -> dict[str, Any]:
         """Return the contents of quantkit.json; the same run gives the same value."""
@@ -133,6 +138,7 @@ class Report:
             },
             "sensitivity": self._sensitivity_json(),
             "layers": [_layer_json(layer) for layer in self.layers],
+            "outside_layers": [_module_json(module) for module in self.outside],
             "warnings": self.warnings,
         }
 
@@ -237,7 +243,7 @@ def _rows(modules: Sequence[ModulePlan]) -> dict[str, list[ModulePlan]]:
 def _result_table(report: Report) -> Table:
     """Summarize by kind of module (q_proj, down_proj, ...)."""
     plan = report.plan
-    reports = {module.name: module for layer in report.layers for module in layer.modules}
+    reports = {module.name: module for module in report.modules}
     table = Table(title=f"{plan.source_name} with recipe {plan.recipe.name}", title_justify="left")
     table.add_column("modules")
     quality = "output" if any(r.output_sqnr_db is not None for r in reports.values()) else "weight"

@@ -163,10 +163,15 @@ class Skeleton:
             return name.startswith(f"{prefix}.")
         return not any(name.startswith(f"{layer}.") for layer in self.layer_names)
 
-    def _read(self, name: str) -> Tensor:
+    def stored_name(self, name: str) -> str | None:
+        """Return the source's tensor with a parameter's values; of a tied head, the embedding."""
         stored = self.source_name(name)
         if stored is None and self.tied_head and name == self.tied_head[0]:
-            stored = self.source_name(self.tied_head[1])
+            return self.source_name(self.tied_head[1])
+        return stored
+
+    def _read(self, name: str) -> Tensor:
+        stored = self.stored_name(name)
         if stored is None:
             raise SourceError(f"{self.source.name} has no tensor {name}")
         tensor, parameter = self.source.tensor(stored), self.model.get_parameter(name)

@@ -22,9 +22,12 @@ from quantkit.calibrate.outliers import choose_columns
 from quantkit.calibrate.scale_search import count_clipped, search_scale
 from quantkit.calibrate.tiers import Tiers
 from quantkit.numerics import FORMATS, amax_to_scale, dequantize, quantize, tile_amax
-from quantkit.scheme import QuantSpec
+from quantkit.scheme import Granularity, QuantSpec
 
 RANGE, COMPENSATION, OUTLIERS, FORMAT = "range", "compensation", "outliers", "format"
+MOST_ROWS = 8192
+"""Rows that are treated at once where it makes no difference: a head has a row for every token. A
+multiple of the rows of every block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,19 @@ class TieredWeight:
     columns: Tensor | None = None
     exact: Tensor | None = None
     judged_on_data: bool = False
+
+    @classmethod
+    def join(cls, parts: Sequence[TieredWeight]) -> TieredWeight:
+        """Stack parts with scales of their own, in one format; the inverse of `rows`."""
+        codes = torch.cat([part.codes.view(torch.uint8) for part in parts])
+        return replace(
+            parts[0],
+            codes=codes.view(parts[0].codes.dtype),
+            scale=torch.cat([part.scale for part in parts]),
+            error=torch.cat([part.error for part in parts]),
+            tiers=tuple(dict.fromkeys(tier for part in parts for tier in part.tiers)),
+            judged_on_data=any(part.judged_on_data for part in parts),
+        )
 
     def rows(self, start: int, end: int) -> TieredWeight:
         """Return the part for rows start .. end - 1 of a stack; a scale for all rows is copied."""
@@ -80,6 +96,15 @@ class TierChoice:
     plain: TieredWeight
     signal: Tensor
 
+    @classmethod
+    def join(cls, parts: Sequence[TierChoice]) -> TierChoice:
+        """Stack the choices for parts of one weight; the inverse of `split`."""
+        return cls(
+            TieredWeight.join([part.chosen for part in parts]),
+            TieredWeight.join([part.plain for part in parts]),
+            torch.cat([part.signal for part in parts]),
+        )
+
     def split(self, rows: Sequence[int]) -> list[TierChoice]:
         """Return the choice for each of the stacked weights, which have `rows` rows each."""
         if len(rows) == 1:
@@ -101,8 +126,13 @@ def choose_tiers(
     """Quantize a weight by the best of the tiers that the recipe allows.
 
     Shapes: weight [N, K], of modules that read one input stacked by rows. Without moments only
-    plain rounding is possible.
+    plain rounding is possible. A weight of more than MOST_ROWS rows is treated in parts, each by
+    what suits it, unless its rows must agree: on one scale, a format, or exact columns.
     """
+    agree = spec.granularity is Granularity.TENSOR or not tiers.is_portable
+    if len(weight) > MOST_ROWS and not agree:
+        parts = torch.split(weight, MOST_ROWS)
+        return TierChoice.join([choose_tiers(part, moments, spec, tiers) for part in parts])
     wide = weight.float()
     judge = moments.judge if moments else None
     plain = _plain(wide, spec, judge)

@@ -41,7 +41,12 @@ _FORMAT_OF: Final = {fmt.dtype: fmt for fmt in numerics.FORMATS.values()}
 
 
 def fp8_linear(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, group_size: int
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Multiply by an 8-bit weight: `y = x @ (decode(weight) * scale).T + bias`.
 
@@ -49,7 +54,8 @@ def fp8_linear(
     in_features), codes whose dtype names the format: float8_e4m3fn, float8_e5m2, or uint8 for E3M4;
     weight_scale float32 (out_features, ceil(in_features / group_size)), one scale per output row
     and group of `group_size` columns; bias (out_features,) in any of x's dtypes, or None. All
-    contiguous. Returns (num_tokens, out_features) in x's dtype.
+    contiguous. Returns (num_tokens, out_features) in `dtype`, by default x's; float32 keeps every
+    bit of the sums (on a CPU).
 
     Up to `FEW_ROWS` rows (on a GPU `CUDA_FEW_ROWS`, in 16 bits), and on CPUs with a matrix unit any
     number of bfloat16 rows: float32 accumulation and one rounding at the end. Otherwise the weight
@@ -60,10 +66,12 @@ def fp8_linear(
     Raises UnsupportedError (reference kernels) or RuntimeError (C++ kernels) with the same text,
     naming the argument, if an argument does not fit.
     """
+    wanted = dtype or x.dtype
     if decodes_inside(x, weight, group_size):
-        y: Tensor = torch.ops.quantkit.fp8_linear(x, weight, weight_scale, bias, group_size)
-        return y
-    return _dense_linear(x, weight, weight_scale, bias, group_size)
+        inside = None if x.is_cuda else dtype
+        y: Tensor = torch.ops.quantkit.fp8_linear(x, weight, weight_scale, bias, group_size, inside)
+        return y.to(wanted)
+    return _dense_linear(x, weight, weight_scale, bias, group_size).to(wanted)
 
 
 def fp8_gated_linear(
@@ -143,7 +151,8 @@ def gate(both: Tensor, activation: str) -> Tensor:
 
 torch.library.define(
     "quantkit::fp8_linear",
-    "(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, int group_size) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, int group_size,"
+    " ScalarType? dtype=None) -> Tensor",
 )
 torch.library.define(
     "quantkit::fp8_gated_linear",
@@ -162,10 +171,17 @@ torch.library.define("quantkit::gate_mul", "(Tensor both, str activation) -> Ten
 
 @torch.library.impl("quantkit::fp8_linear", "default")
 def _fp8_linear_reference(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, group_size: int
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     _check_linear("fp8_linear", x, weight, weight_scale, bias, group_size)
-    return _linear_float32(x, weight, weight_scale, bias, group_size).to(x.dtype)
+    if dtype is not None:
+        check_float("fp8_linear", "dtype", dtype)
+    return _linear_float32(x, weight, weight_scale, bias, group_size).to(dtype or x.dtype)
 
 
 @torch.library.impl("quantkit::fp8_gated_linear", "default")
@@ -221,9 +237,14 @@ def _linear_float32(
 
 
 def _fp8_linear_fake(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, group_size: int
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    group_size: int,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    return x.new_empty(x.shape[0], weight.shape[0])
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype or x.dtype)
 
 
 def _fp8_gated_linear_fake(

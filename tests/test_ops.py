@@ -136,6 +136,22 @@ def test_dtypes_of_x_and_bias_mix(dtype: torch.dtype, bias_dtype: torch.dtype, f
 
 
 @EVERY_FORMAT
+@EVERY_DTYPE
+@pytest.mark.parametrize("out", UNIT, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_the_result_has_the_dtype_that_was_asked_for(
+    rows: int, out: torch.dtype, dtype: torch.dtype, fmt: Format
+) -> None:
+    layer = Layer.random(37, 200, fmt, 200)
+    x = torch.randn(rows, 200).to(dtype)
+    arguments = (layer.weight, layer.scale, layer.bias, layer.group_size)
+    actual = torch.ops.quantkit.fp8_linear(x, *arguments, out)
+    assert actual.dtype == out
+    assert_close(actual, *layer.oracle(x, layer.bias))
+    assert torch.equal(ops.fp8_linear(x, *arguments, x.dtype), ops.fp8_linear(x, *arguments))
+
+
+@EVERY_FORMAT
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("columns", "group_size"),

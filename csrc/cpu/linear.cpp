@@ -171,11 +171,12 @@ void run_gated_linear(LinearTask task, const Rows& x, const KernelSet& kernels, 
 }
 
 Tensor fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,
-                  int64_t group_size) {
+                  int64_t group_size, std::optional<ScalarType> dtype) {
   const char* op = "fp8_linear";
   const WeightMatrix matrix = weight_matrix(op, weight, weight_scale, group_size);
   LinearTask task = linear_task(op, x, matrix, bias);
-  Tensor out = torch::stable::new_empty(x, {x.size(0), matrix.rows});
+  if (dtype.has_value()) task.out_type = float_type(op, "dtype", *dtype);
+  Tensor out = torch::stable::new_empty(x, {x.size(0), matrix.rows}, dtype);
   task.out = out.mutable_data_ptr();
   run_op(task, rows_of(op, x));
   return out;

@@ -12,7 +12,8 @@ namespace quantkit {
 
 torch::stable::Tensor fp8_linear(torch::stable::Tensor x, torch::stable::Tensor weight,
                                  torch::stable::Tensor weight_scale,
-                                 std::optional<torch::stable::Tensor> bias, int64_t group_size);
+                                 std::optional<torch::stable::Tensor> bias, int64_t group_size,
+                                 std::optional<torch::headeronly::ScalarType> dtype);
 
 torch::stable::Tensor fp8_gated_linear(torch::stable::Tensor x, torch::stable::Tensor weight,
                                        torch::stable::Tensor weight_scale,

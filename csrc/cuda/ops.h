@@ -14,7 +14,7 @@ using torch::stable::Tensor;
 
 // weight_linear.cu, dequantize.cu
 Tensor fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,
-                  int64_t group_size);
+                  int64_t group_size, std::optional<ScalarType> dtype);
 Tensor fp8_gated_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,
                         int64_t group_size, std::string activation);
 Tensor dequantize_weight(Tensor weight, Tensor weight_scale, int64_t group_size, ScalarType dtype);

@@ -55,7 +55,10 @@ Tensor run(const char* op, const Tensor& x, const Tensor& weight, const Tensor& 
 }  // namespace
 
 Tensor fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,
-                  int64_t group_size) {
+                  int64_t group_size, std::optional<ScalarType> dtype) {
+  if (dtype.has_value()) {
+    fail("fp8_linear", "dtype", "not given on a GPU", "one");
+  }
   return run("fp8_linear", x, weight, weight_scale, bias, group_size, false, Activation::kRelu);
 }
 

@@ -74,16 +74,23 @@ class RandomWeights:
         """Return a layer of `sum(rows)` rows."""
         count = sum(rows)
         offset = self._normal(count) if bias else None
-        if not self._quantized or modules[0] == "lm_head":
-            return DenseLinear(self._normal(count, columns) * columns**-0.5, offset)
+        if not self._quantized:
+            return self._dense(count, columns, offset)
         codes = (self._normal(count, columns) * 100).clamp(-448, 448).to(E4M3.dtype)
         scale = torch.full((count, 1), 0.01 * columns**-0.5, device=self.device)
         layer = Fp8Linear(codes, scale, columns, offset, InputQuantizer(_TOKEN))
         scaled = ScaledLinear.wrap(layer, self._few_rows) if self.device.type == "cuda" else None
         return scaled or layer.without_input_quantizer()
 
+    def head(self, module: str, embedding: Tensor, tied: bool) -> Linear:
+        """Return an output head that is not quantized."""
+        return DenseLinear(embedding) if tied else self._dense(*embedding.shape)
+
     def check_all_used(self) -> None:
         """Do nothing: there is no end of random weights."""
+
+    def _dense(self, rows: int, columns: int, bias: Tensor | None = None) -> DenseLinear:
+        return DenseLinear(self._normal(rows, columns) * columns**-0.5, bias)
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._generator, device=self.device, dtype=self.dtype)

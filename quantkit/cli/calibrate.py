@@ -69,6 +69,13 @@ def calibrate(
         list[str] | None,
         typer.Option(metavar="PATTERN", help="Leave these modules alone; may be repeated."),
     ] = None,
+    head: Annotated[
+        str | None,
+        typer.Option(
+            help="Output head in 8 bits, for quantkit alone: e3m4, e4m3 or e5m2; none leaves it. "
+            "[default: as the recipe says]"
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[
         str, typer.Option(help="Dtype of unquantized tensors; auto keeps the source's.")
@@ -114,6 +121,7 @@ def calibrate(
             tiers=tiers,
             budget=budget,
             ignore=ignore or [],
+            head=head,
             device=device,
             dtype=dtype,
             dry_run=dry_run,

@@ -27,13 +27,15 @@ class Conversion:
     """A checkpoint on its way into another container.
 
     `input_amax` gives the largest |input| of modules, for scales that the checkpoint does not have.
-    `loss` sums up what rounding again has cost so far.
+    `plain` are quantized modules that are not to be in the result: see `plain_modules`. `loss` sums
+    up what rounding again has cost so far.
     """
 
     source: Checkpoint
     scheme: Scheme
     container: Container
     input_amax: Mapping[str, float]
+    plain: Collection[str] = ()
     loss: Loss = field(default_factory=Loss)
 
     def tensors(self, advance: Callable[[], None]) -> Iterator[Named]:
@@ -42,6 +44,11 @@ class Conversion:
         done: set[str] = set()
         for name in self.source.names:
             module, _, leaf = name.rpartition(".")
+            if module in self.plain:
+                if leaf == "weight":
+                    yield from self._dequantized(module)
+                    advance()
+                continue
             if module in quantized and module not in done:
                 group = self._fused(module, quantized)
                 yield from self._group(group)
@@ -52,6 +59,12 @@ class Conversion:
                 yield name, self.source.tensor(name)
         if self.scheme.kv is not None:
             yield from self._kv_scales(self.scheme.kv)
+
+    def _dequantized(self, module: str) -> Iterator[Named]:
+        """Yield the weight of a head in 16 bits; nothing if it is tied to the embedding."""
+        text = self.source.config.get("text_config") or self.source.config
+        if not text.get("tie_word_embeddings", True):
+            yield f"{module}.weight", self.source.weight(module).dequantize(torch.bfloat16)
 
     def _fused(self, module: str, quantized: Collection[str]) -> list[str]:
         """Return the modules that share scales with `module`: itself alone in its own format."""
@@ -107,3 +120,13 @@ class Conversion:
             for leaf, scale in zip(leaves, self.source.kv_scales(layer), strict=True):
                 shapes = self.container.kv_scale_shapes(spec, scale.numel())
                 yield f"{attention}.{leaf}", scale.reshape(shapes[0])
+
+
+def plain_modules(source: Checkpoint) -> list[str]:
+    """Return the modules of a native checkpoint that no other format quantizes: the output head.
+
+    It is not in a list of layers, so that no part of its name is a number.
+    """
+    if not source.scheme.native:
+        return []
+    return [m for m in source.quantized if not any(part.isdigit() for part in m.split("."))]

@@ -17,7 +17,7 @@ from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.containers import CONTAINERS
 from quantkit.containers.modelopt import SIDE_FILE
 from quantkit.errors import CheckpointError, DataError
-from quantkit.export.conversion import Conversion
+from quantkit.export.conversion import Conversion, plain_modules
 from quantkit.export.hub import Hub
 from quantkit.export.model_card import Card
 from quantkit.export.origin import CARD, read_origin
@@ -74,10 +74,11 @@ def export(
     asked = None if engines is None else check_engines(engines)
     destination, source = Path(output), open_checkpoint(checkpoint)
     _check_destination(destination, source)
-    scheme = target_scheme(source.scheme, format)
+    plain = plain_modules(source)
+    scheme = target_scheme(source.scheme, format, plain)
     measured = None if quality is None else _read_quality(Path(quality))
     hub = None if push is None else Hub(push, private)
-    conversion = Conversion(source, scheme, CONTAINERS[format], _input_amax(source.path))
+    conversion = Conversion(source, scheme, CONTAINERS[format], _input_amax(source.path), plain)
     size = sum(file.stat().st_size for file in source.path.glob("*.safetensors"))
     check_free_space(destination, size + min(size, max_shard_bytes))
     meant = engines_of(format, scheme)
@@ -89,7 +90,7 @@ def export(
             format=format,
             engines=_passing(findings, asked, meant),
             findings=findings,
-            num_modules=len(source.quantized),
+            num_modules=len(source.quantized) - len(plain),
             loss=conversion.loss,
             bytes=total,
         )

@@ -5,6 +5,7 @@ Knows schemes, not files. The first choice is always the one that leaves codes a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from quantkit.errors import UnsupportedError, nearest
@@ -26,13 +27,13 @@ _PER_TOKEN = QuantSpec(Granularity.TOKEN, dynamic=True)
 _PER_GROUP = QuantSpec(Granularity.GROUP, dynamic=True, group_size=BLOCK[1])
 
 
-def target_scheme(source: Scheme, format_name: str) -> Scheme:
+def target_scheme(source: Scheme, format_name: str, plain: Sequence[str] = ()) -> Scheme:
     """Return the scheme of an export in the named format.
 
     compressed-tensors keeps a portable scheme; a native one becomes E4M3 per channel with inputs
     per token. fp8-block is E4M3 in blocks of 128 x 128, modelopt is E4M3 per tensor with static
-    inputs. The KV cache keeps its scheme. Raises UnsupportedError for an unknown format, and for
-    KV scales that the format cannot hold.
+    inputs. The KV cache keeps its scheme; the modules in `plain` are quantized no longer. Raises
+    UnsupportedError for an unknown format, and for KV scales that the format cannot hold.
     """
     if format_name not in FORMATS:
         hint = nearest(format_name, FORMATS)
@@ -51,7 +52,8 @@ def target_scheme(source: Scheme, format_name: str) -> Scheme:
             f"{format_name} has one KV scale a layer and the checkpoint has one per head; use "
             "--format compressed-tensors, or calibrate with --kv fp8"
         )
-    return replace(source, weights=weights, inputs=inputs, native=False, formats={})
+    ignore = (*source.ignore, *plain)
+    return replace(source, weights=weights, inputs=inputs, native=False, formats={}, ignore=ignore)
 
 
 def engines_of(format_name: str, scheme: Scheme) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from quantkit.runtime.cuda_graphs import StepGraphs
 from quantkit.runtime.engine import SequenceCache
 from quantkit.runtime.families import ModelShape
 from quantkit.runtime.kv_cache import CacheLayout, CacheStep, PagedCache, Scales
-from quantkit.runtime.layers import DenseLinear, Linear
+from quantkit.runtime.layers import Linear
 from quantkit.runtime.mlp import GatedMlp, Mlp
 from quantkit.runtime.moe import RoutedMlp
 from quantkit.runtime.rotation import Rotation
@@ -119,11 +119,7 @@ class Decoder:
         self._embedding = reader.tensor("model.embed_tokens.weight", matrix)
         self._layers = [DecoderLayer.read(reader, shape, n) for n in range(shape.num_layers)]
         self._norm = reader.tensor("model.norm.weight", (shape.hidden_size,))
-        self._head: Linear = (
-            DenseLinear(self._embedding)
-            if shape.tied
-            else reader.linear(["lm_head"], [shape.vocab_size], shape.hidden_size, False)
-        )
+        self._head = reader.head("lm_head", self._embedding, shape.tied)
         reader.check_all_used()
         self._fused = self._fuse()
         records = self.device.type == "cuda" and self.dtype != torch.float32 and load_cuda_kernels()

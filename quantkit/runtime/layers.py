@@ -154,8 +154,7 @@ class Fp8Linear:
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return y. Shapes: [num_tokens, in_features] -> [num_tokens, out_features]."""
         x = x if self.inputs is None else self.inputs(x)
-        y = ops.fp8_linear(x, self.codes, self.scale, self.bias, self.group_size)
-        y = y.to(dtype or x.dtype)
+        y = ops.fp8_linear(x, self.codes, self.scale, self.bias, self.group_size, dtype)
         return y if self.outliers is None else self.outliers.add_to(y, x)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:

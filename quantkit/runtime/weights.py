@@ -46,6 +46,10 @@ class WeightSource(Protocol):
         """Return linear layers that read the same input, stacked in order into one."""
         ...
 
+    def head(self, module: str, embedding: Tensor, tied: bool) -> Linear:
+        """Return the output head, which gives float32 logits; see WeightReader."""
+        ...
+
     def check_all_used(self) -> None:
         """Raise CheckpointError if a weight was never asked for."""
         ...
@@ -124,6 +128,19 @@ class WeightReader:
             kernels[0] if len(kernels) == 1 else torch.cat(kernels),
             torch.cat(offsets) if bias else None,
         )
+
+    def head(self, module: str, embedding: Tensor, tied: bool) -> Linear:
+        """Return the output head `module`; of a tied one, the embedding [vocab, hidden_size].
+
+        A tied head in 8 bits is stored beside the embedding, and counts. On a GPU, whose kernels
+        round results to 16 bits, it is dequantized.
+        """
+        rows, columns = embedding.shape
+        if tied and module not in self._quantized:
+            return DenseLinear(embedding)
+        if self.device.type == "cuda":
+            return DenseLinear(self.tensor(f"{module}.weight", (rows, columns)))
+        return self.linear([module], [rows], columns, False)
 
     def _on_device(self, layer: Fp8Linear) -> Linear:
         layer = layer.to(self.device)

@@ -72,11 +72,9 @@ class TargetEnds:
         embedding, output = "model.embed_tokens", "lm_head"
         if f"{embedding}.weight" not in checkpoint:
             raise CheckpointError(f"{checkpoint.path} has no {embedding}.weight to draft with")
-        matrix = checkpoint.tensor(f"{embedding}.weight")
-        if output in checkpoint.quantized:
-            return cls(matrix, checkpoint.weight(output).dequantize(matrix.dtype))
+        matrix = _plain(checkpoint, embedding)
         tied = f"{output}.weight" not in checkpoint
-        return cls(matrix, matrix if tied else checkpoint.tensor(f"{output}.weight"))
+        return cls(matrix, matrix if tied else _plain(checkpoint, output))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +121,13 @@ class DraftHead:
                     f"{list(expected)}; train the drafter again with 'quantkit draft'"
                 )
         return cls(shape, weights, reader.tensor("token_ids").long(), content["report"])
+
+
+def _plain(checkpoint: Checkpoint, module: str) -> Tensor:
+    """Return a weight as it is, or in 16 bits if it is stored in 8."""
+    if module in checkpoint.quantized:
+        return checkpoint.weight(module).dequantize(torch.bfloat16)
+    return checkpoint.tensor(f"{module}.weight")
 
 
 def is_head(folder: Path) -> bool:

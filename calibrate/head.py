@@ -1,0 +1,66 @@
+"""The output head: quantized after the last layer, on what the quantized layers hand to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.calibrate.layer import module_report
+from quantkit.calibrate.layerwise import Batch, LayerwiseModel
+from quantkit.calibrate.moments import InputMoments
+from quantkit.calibrate.plan import Plan
+from quantkit.calibrate.quantized_layer import quantize_weights
+from quantkit.calibrate.recipe import Recipe
+from quantkit.calibrate.report import ModuleReport
+
+
+@torch.no_grad()
+def quantize_head(
+    plan: Plan, model: LayerwiseModel, batches: Sequence[Batch]
+) -> tuple[dict[str, Tensor], list[ModuleReport]]:
+    """Quantize the output head if the plan says so; return its tensors by disk name, and a report.
+
+    `batches` have passed the last layer. A head that is tied to the embedding gets a matrix of its
+    own: an error in the embedding would go through the whole model.
+    """
+    named = _planned_head(plan, model)
+    if named is None:
+        return {}, []
+    name, head = named
+    skeleton, tiers = model.skeleton, plan.recipe.tiers
+    moments = _moments(model, batches) if batches and tiers.needs_data else None
+    skeleton.load(name)
+    linears = quantize_weights(
+        skeleton,
+        {name: head},
+        replace(plan.recipe.weights, format=_format(plan.recipe)),
+        # One format and no columns: a head of many rows is quantized in parts.
+        replace(tiers, formats=(), outlier_columns=0.0),
+        {} if moments is None else {name: moments},
+    )
+    skeleton.unload(name)
+    linear = linears[name]
+    tensors = {f"{linear.name}.{leaf}": tensor for leaf, tensor in linear.tensors().items()}
+    return tensors, [module_report(linear, moments)]
+
+
+def _planned_head(plan: Plan, model: LayerwiseModel) -> tuple[str, nn.Linear] | None:
+    """Return the head's name in the model, and the head, if the plan quantizes it."""
+    outside = {module.name for module in plan.quantized if module.layer is None}
+    linears = model.skeleton.linear_modules().items()
+    return next(((n, m) for n, m in linears if model.skeleton.disk_name(n) in outside), None)
+
+
+def _format(recipe: Recipe) -> str:
+    return recipe.head or recipe.weights.format
+
+
+def _moments(model: LayerwiseModel, batches: Sequence[Batch]) -> InputMoments | None:
+    moments: InputMoments | None = None
+    for x in model.head_inputs(batches):
+        moments = moments or InputMoments.empty(x.shape[-1], x.device)
+        moments.update(x)
+    return moments
