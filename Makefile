@@ -8,7 +8,7 @@ SMOLLM2 = $$(.venv/bin/python -c 'import importlib.util as u, pathlib; print(nex
 DEMO = demo-out/smollm2-fp8
 QUESTION ?= Name three primary colours.
 
-.PHONY: install demo test check format bench cuda cuda-check gpu-check clean
+.PHONY: install demo test test-slow check format bench cuda cuda-check gpu-check clean
 .DELETE_ON_ERROR:
 
 install: $(INSTALLED)
@@ -30,6 +30,10 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	.venv/bin/python -m pytest
+
+# The long sweeps that make test leaves out, marked slow: thousands of damaged files, twenty killed runs.
+test-slow: $(INSTALLED)
+	.venv/bin/python -m pytest -m slow
 
 check: $(INSTALLED)
 	.venv/bin/ruff format --check .
