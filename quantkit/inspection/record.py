@@ -19,6 +19,7 @@ from quantkit.staging import where_it_was_set_aside
 
 FILE_NAME = "quantkit.json"
 GIVE = "give the folder that 'quantkit calibrate' wrote"
+OUTSIDE = "outside the layers"
 KEEP = "keep"
 """The tier of a module that stays in the source's dtype."""
 
@@ -203,7 +204,7 @@ def _record(top: Fields, folder: Path) -> Record:
         target_bytes=top.count("target_bytes"),
         tiers=top.flags("tiers"),
         sensitivity=_sensitivity(sensitivity) if sensitivity else None,
-        layers=tuple(_layer(layer) for layer in top.children("layers")),
+        layers=(*(_layer(layer) for layer in top.children("layers")), *_outside_layers(top)),
         warnings=top.texts("warnings") or (),
     )
 
@@ -237,6 +238,12 @@ def _layer(fields: Fields) -> LayerRecord:
         kv=_kv(kv) if kv else None,
         modules=tuple(_module(module) for module in fields.children("modules")),
     )
+
+
+def _outside_layers(top: Fields) -> list[LayerRecord]:
+    """Return the output head as though it were a layer, if it was quantized."""
+    modules = tuple(_module(module) for module in top.children("outside_layers"))
+    return [LayerRecord(OUTSIDE, None, None, None, modules)] if modules else []
 
 
 def _kv(fields: Fields) -> KvRecord:

@@ -47,8 +47,11 @@ def test_the_packaged_recipes_are_what_their_names_say() -> None:
     accurate = load_recipe("fp8-accurate")
     assert (accurate.weights, accurate.inputs) == (QuantSpec(Granularity.CHANNEL), None)
     assert [r.is_portable for r in (dynamic, static, block, accurate)] == [True, True, True, False]
+    for recipe in (dynamic, static, block):
+        assert (recipe.head, recipe.ignore) == (None, ("lm_head",))
+    assert (accurate.head, accurate.ignore) == ("e3m4", ())
     for recipe in (dynamic, static, block, accurate):
-        assert (recipe.kv, recipe.targets, recipe.ignore) == ("fp8", ("Linear",), ("lm_head",))
+        assert (recipe.kv, recipe.targets) == ("fp8", ("Linear",))
         assert recipe.description
 
 
