@@ -24,8 +24,10 @@ from quantkit.numerics import E4M3, encode
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return `x / sqrt(mean(x^2) + eps) * weight`, the mean over the last dimension.
 
-    float32 inside; the normalized value is rounded to x.dtype *before* the weight is applied, as
-    transformers does. Shapes: x [..., features], weight [features] -> like x.
+    float32 inside. The normalized value is rounded to x.dtype *before* the weight is applied, as
+    transformers does for most families; a float32 weight of 16-bit x is applied before the one
+    rounding, as in Gemma and OLMo 2. Shapes: x [..., features], weight [features], of x.dtype or
+    float32 -> like x.
     """
     out: Tensor = torch.ops.quantkit.rms_norm(x.contiguous(), weight, eps)
     return out
@@ -161,6 +163,8 @@ torch.library.define(
 
 @torch.library.impl("quantkit::rms_norm", "default")
 def _rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    if weight.dtype == torch.float32 and x.dtype != torch.float32:
+        return (F.rms_norm(x.float(), (x.shape[-1],), None, eps) * weight).to(x.dtype)
     # Without a weight torch computes in float32 and rounds once; the weight comes after that.
     return F.rms_norm(x, (x.shape[-1],), None, eps) * weight
 

@@ -31,7 +31,7 @@ class StepLinear:
 class StepLayers:
     """The layers of a decoder, flattened into lists once so that a step has nothing to collect.
 
-    Per layer 16 tensors (an empty one stands for None) and 6 numbers, in the order of `add`.
+    Per layer 18 tensors (an empty one stands for None) and 6 numbers, in the order of `add`.
     """
 
     weights: list[Tensor] = field(default_factory=list)
@@ -39,25 +39,33 @@ class StepLayers:
 
     def add(
         self,
-        input_norm: Tensor,
+        input_norm: Tensor | None,
         query_norm: Tensor | None,
         key_norm: Tensor | None,
-        post_norm: Tensor,
+        post_norm: Tensor | None,
         qkv: StepLinear,
         out: StepLinear,
         gate_up: StepLinear,
         down: StepLinear,
         window: int | None,
-        rotate: bool,
+        angles: int,
+        attention_norm: Tensor | None = None,
+        mlp_norm: Tensor | None = None,
     ) -> None:
-        """Append one layer; norms [hidden] or [head_dim], gate_up holding gate rows first."""
-        none = input_norm.new_empty(0)
+        """Append one layer, gate_up holding gate rows first.
+
+        Norms are in front of q/k/v and of the MLP, of what attention and the MLP add, all [hidden],
+        and of q and k: [head_dim] for each head, or of all heads together. `angles` is the number
+        of the set of angles that turns q and k, from 1; 0 for none.
+        """
+        none = torch.empty(0)
         flat: list[Tensor | None] = [input_norm, qkv.weight, qkv.scale, qkv.bias]
         flat += [query_norm, key_norm, out.weight, out.scale, out.bias, post_norm]
         flat += [gate_up.weight, gate_up.scale, gate_up.bias, down.weight, down.scale, down.bias]
+        flat += [attention_norm, mlp_norm]
         self.weights += [none if tensor is None else tensor for tensor in flat]
         self.numbers += [linear.group_size for linear in (qkv, out, gate_up, down)]
-        self.numbers += [window or 0, int(rotate)]
+        self.numbers += [window or 0, angles]
 
 
 def decoder_step(
@@ -83,8 +91,9 @@ def decoder_step(
 
     Shapes: hidden [num_tokens, hidden_size]; caches, four for each layer: keys and values, float32
     scales or empty tensors, see `quantkit.attention_ops`, as for all that points into them; angles
-    cos and sin [num_tokens, head_dim]; activation a key of `quantkit.ops.ACTIVATIONS` -> like
-    hidden. All in hidden's dtype but codes and scales.
+    cos and sin [sets * num_tokens, head_dim], all tokens of a set together; activation a key of
+    `quantkit.ops.ACTIVATIONS` -> like hidden. All in hidden's dtype but codes, scales, and the
+    weights of norms, which may be float32 (see `rms_norm`).
     """
     out: Tensor = torch.ops.quantkit.decoder_step(
         hidden,
@@ -131,6 +140,10 @@ def _apply_gated(linear: Sequence[Tensor], group_size: int, x: Tensor, activatio
     return ops.fp8_gated_linear(x, weight, scale, maybe_bias, group_size, activation)
 
 
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rms_norm(x, weight, eps) if weight.numel() else x
+
+
 def decoder_step_reference(
     hidden: Tensor,
     weights: Sequence[Tensor],
@@ -151,28 +164,30 @@ def decoder_step_reference(
 ) -> Tensor:
     """Run one op after another; the op's arguments, see `decoder_step`."""
     head_dim = cos.shape[-1]
+    tokens = hidden.shape[0]
     for layer in range(len(numbers) // 6):
-        w = weights[16 * layer : 16 * layer + 16]
-        groups, (window, rotate) = numbers[6 * layer :][:4], numbers[6 * layer :][4:6]
+        w = weights[18 * layer : 18 * layer + 18]
+        groups, (window, angles) = numbers[6 * layer :][:4], numbers[6 * layer :][4:6]
         keys, values, *both = caches[4 * layer : 4 * layer + 4]
         k_scale, v_scale = (scale if scale.numel() else None for scale in both)
-        qkv = _apply(w[1:4], groups[0], rms_norm(hidden, w[0], eps))
+        qkv = _apply(w[1:4], groups[0], _normed(hidden, w[0], eps))
         by_head = qkv.view(hidden.shape[0], heads + 2 * kv_heads, head_dim)
         parts = torch.split(by_head, [heads, kv_heads, kv_heads], dim=1)
         query, key = (
-            rms_norm(part, norm, eps) if norm.numel() else part
+            _normed(part.reshape(-1, norm.numel() or head_dim), norm, eps).view(part.shape)
             for part, norm in zip(parts[:2], w[4:6], strict=True)
         )
-        if rotate:
-            query, key = rotary(query, cos, sin), rotary(key, cos, sin)
+        if angles:
+            turn = [x[(angles - 1) * tokens : angles * tokens] for x in (cos, sin)]
+            query, key = rotary(query, *turn), rotary(key, *turn)
         kv_append(key, parts[2], keys, values, k_scale, v_scale, slots)
         attended = paged_attention(
             query, keys, values, k_scale, v_scale, block_tables, lengths, query_starts,
             softmax_scale, window or None,
         )  # fmt: skip
-        hidden = hidden + _apply(w[6:9], groups[1], attended.flatten(1))
-        inner = _apply_gated(w[10:13], groups[2], rms_norm(hidden, w[9], eps), activation)
-        hidden = hidden + _apply(w[13:16], groups[3], inner)
+        hidden = hidden + _normed(_apply(w[6:9], groups[1], attended.flatten(1)), w[16], eps)
+        inner = _apply_gated(w[10:13], groups[2], _normed(hidden, w[9], eps), activation)
+        hidden = hidden + _normed(_apply(w[13:16], groups[3], inner), w[17], eps)
     return rms_norm(hidden, final_norm, eps)
 
 

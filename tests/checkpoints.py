@@ -93,6 +93,22 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         residual_multiplier=0.4,
         logits_scaling=2.5,
     ),
+    "gemma": partial(_config, "GemmaConfig", head_dim=24, hidden_activation="gelu_pytorch_tanh"),
+    # Two rotary embeddings, by kind of layer; heads whose size is not what scales their scores.
+    "gemma3": partial(
+        _config,
+        "Gemma3TextConfig",
+        head_dim=24,
+        query_pre_attn_scalar=10,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+        final_logit_softcapping=3.0,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0},
+        },
+    ),
+    "olmo2": partial(_config, "Olmo2Config"),
 }
 """Models that the decoder runs itself."""
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quantkit.attention_ops import kv_append, paged_attention, rms_norm, rotary
 from quantkit.errors import UnsupportedError
+from quantkit.row_ops import add_rms_norm
 from tests import reference
 
 # C++ kernels raise through torch, which has one exception type for all.
@@ -33,6 +34,26 @@ def test_rms_norm_matches_the_oracle(shape: tuple[int, ...]) -> None:
     x, weight = torch.randn(shape) * 30, torch.rand(shape[-1]) + 0.5
     expected = reference.rms_norm(float64(x), float64(weight), 1e-5)
     np.testing.assert_allclose(rms_norm(x, weight, 1e-5).numpy(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_float32_weight_is_applied_before_the_rounding(dtype: torch.dtype) -> None:
+    """Gemma's and OLMo 2's norms: their modules are the oracle."""
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+    x, delta, weight = torch.randn(7, 72).to(dtype), torch.randn(7, 72).to(dtype), torch.rand(72)
+    gemma, olmo = Gemma3RMSNorm(72), Olmo2RMSNorm(72)
+    gemma.weight.data, olmo.weight.data = weight.to(dtype), weight.to(dtype)
+    # The mean of squares may differ in its last bit, and one in some thousand roundings with it.
+    for module, ours in ((gemma, 1 + gemma.weight.float()), (olmo, olmo.weight.float())):
+        total, normed = add_rms_norm(x, delta, ours.detach(), 1e-6)
+        assert torch.equal(total, x + delta)
+        for found, given in ((rms_norm(x, ours.detach(), 1e-6), x), (normed, total)):
+            expected = module(given)
+            unequal = found != expected
+            assert unequal.float().mean() < 0.01
+            assert torch.allclose(found.float(), expected.float(), rtol=2 * torch.finfo(dtype).eps)
 
 
 def test_rms_norm_rounds_before_the_weight_as_transformers_does() -> None:

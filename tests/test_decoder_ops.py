@@ -32,7 +32,7 @@ class Case:
     def arguments(self) -> dict[str, Any]:
         tokens = sum(self.counts)
         generator = torch.Generator().manual_seed(7)
-        angles = torch.randn(tokens, HEAD_DIM, generator=generator).to(self.dtype)
+        angles = torch.randn(2 * tokens, HEAD_DIM, generator=generator).to(self.dtype)
         slots = [
             32 * sequence + at
             for sequence, (count, length) in enumerate(zip(self.counts, self.lengths, strict=True))
@@ -63,25 +63,42 @@ def fp8(rows: int, columns: int, group_size: int, bias: bool) -> StepLinear:
     return StepLinear(codes, scale, torch.randn(rows) if bias else None, group_size)
 
 
-def make(dtype: torch.dtype, kv: str = "fp8", qk_norm: bool = False, dense: bool = False) -> Case:
+def make(
+    dtype: torch.dtype,
+    kv: str = "fp8",
+    qk_norm: bool = False,
+    dense: bool = False,
+    norms: str = "",  # "sandwich": also of what is added, in float32; "after": of that alone
+) -> Case:
     torch.manual_seed(0)
     layers, caches = StepLayers(), []
     counts, lengths = [1, 3, 5], [20, 3, 31]
     for number in range(3):
         head_norm = (torch.rand(HEAD_DIM) + 0.5).to(dtype) if qk_norm else None
+        hidden_norms = [(torch.rand(HIDDEN) + 0.5).to(dtype) for _ in range(2)]
+        query_norm = key_norm = head_norm
+        added: list[Tensor] = []
+        if norms:
+            added = [torch.rand(HIDDEN) + 0.5 for _ in range(2)]
+            hidden_norms = [norm.float() for norm in hidden_norms]
+        if norms == "after":  # norms of q and k go over all heads
+            query_norm, key_norm = (
+                torch.rand(count * HEAD_DIM) + 0.5 for count in (HEADS, KV_HEADS)
+            )
         qkv = (HEADS + 2 * KV_HEADS) * HEAD_DIM
         out = torch.randn(HIDDEN, HEADS * HEAD_DIM).to(dtype) / 10
         layers.add(
-            (torch.rand(HIDDEN) + 0.5).to(dtype),
-            head_norm,
-            head_norm,
-            (torch.rand(HIDDEN) + 0.5).to(dtype),
+            None if norms == "after" else hidden_norms[0],
+            query_norm,
+            key_norm,
+            None if norms == "after" else hidden_norms[1],
             fp8(qkv, HIDDEN, HIDDEN, bias=number == 1),
             StepLinear(out) if dense else fp8(HIDDEN, HEADS * HEAD_DIM, 64, bias=False),
             fp8(2 * INNER, HIDDEN, 32, bias=False),
             fp8(HIDDEN, INNER, INNER, bias=False),
-            window=8 if number == 2 else None,
-            rotate=number != 1,
+            8 if number == 2 else None,
+            number,  # no rotation, then two sets of angles
+            *added,
         )
         stored = torch.randn(2, 2 * len(counts), 16, KV_HEADS, HEAD_DIM)
         if kv == "none":
@@ -105,9 +122,10 @@ def plain(arguments: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"kv": "fp8-head"}, {"kv": "none"}, {"qk_norm": True}, {"dense": True}],
+    [{}, {"kv": "fp8-head"}, {"kv": "none"}, {"qk_norm": True}, {"dense": True},
+     {"norms": "sandwich", "qk_norm": True}, {"norms": "after"}],
     ids=str,
-)
+)  # fmt: skip
 def test_a_step_is_the_same_bits_as_one_op_at_a_time(
     dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
@@ -141,7 +159,7 @@ def test_every_activation(activation: str) -> None:
             {"lengths": torch.full((3,), 99).int()},
             "block_tables, lengths and query_starts must be within",
         ),
-        ({"caches": []}, "weights, caches and numbers must be 16, 4 and 6 a layer, got 48, 0"),
+        ({"caches": []}, "weights, caches and numbers must be 18, 4 and 6 a layer, got 54, 0"),
         ({"hidden": torch.randn(9, 64)}, r"norm must be of shape \[features\] = \[64\]"),
     ],
     ids=str,

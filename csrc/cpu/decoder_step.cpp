@@ -26,7 +26,9 @@ enum LayerTensor {
   kPostNorm = kOut + 3,
   kGateUp,
   kDown = kGateUp + 3,
-  kLayerTensors = kDown + 3,
+  kAttentionNorm = kDown + 3,  // of what attention adds, and the MLP
+  kMlpNorm,
+  kLayerTensors,
 };
 enum CacheTensor { kKeys, kValues, kKeyScale, kValueScale, kCacheTensors };
 enum LayerNumber {
@@ -35,12 +37,13 @@ enum LayerNumber {
   kGateUpGroup,
   kDownGroup,
   kWindow,
-  kRotary,
+  kRotary,  // number of the angles, from 1; 0 for none
   kLayerNumbers
 };
 
 struct Sizes {
   int64_t tokens, hidden, heads, kv_heads, head_dim;
+  int64_t angles;  // sets of them
   FloatType type;
 
   int64_t item() const { return bytes_of(type); }
@@ -48,13 +51,20 @@ struct Sizes {
   int64_t qkv() const { return (heads + 2 * kv_heads) * head_dim; }
 };
 
+// The weight of a norm; without data there is no norm.
+struct NormWeight {
+  const void* data = nullptr;
+  FloatType type = FloatType::kFloat32;
+  int64_t features = 0;
+};
+
 // One layer, checked.
 struct Layer {
-  const void *input_norm, *query_norm, *key_norm, *post_norm;
+  NormWeight input_norm, query_norm, key_norm, post_norm, attention_norm, mlp_norm;
   LinearTask qkv, out, gate_up, down;
   CacheView cache;
   int64_t window;
-  bool rotary;
+  int64_t angles;  // which set, from 1; 0 for no rotation
 };
 
 // What is the same in all layers.
@@ -62,8 +72,8 @@ struct Step {
   Sizes sizes;
   float eps;
   float softmax_scale;
-  const void* cosine;
-  const void* sine;
+  const char* cosine;  // [sets, tokens, head_dim]
+  const char* sine;
   const int64_t* slots;
   AttentionBatch batch;
 };
@@ -86,12 +96,20 @@ struct Workspace {
   }
 };
 
-const void* norm_weight(const Tensor& weight, int64_t features, const Tensor& hidden) {
-  if (weight.numel() == 0) return nullptr;
+NormWeight norm_weight(const Tensor& weight, int64_t features, const Tensor& hidden) {
+  if (weight.numel() == 0) return {};
   check_shape(kOp, "norm", weight, "[features]", {features});
   check_layout(kOp, "norm", weight);
-  check_same_dtype(kOp, "norm", weight, hidden);
-  return weight.const_data_ptr();
+  const FloatType type = float_type(kOp, "norm", weight.scalar_type());
+  if (type != FloatType::kFloat32) check_same_dtype(kOp, "norm", weight, hidden);
+  return {weight.const_data_ptr(), type, features};
+}
+
+// Of each head, or of all heads together.
+NormWeight head_norm_weight(const Tensor& weight, int64_t heads, int64_t head_dim,
+                            const Tensor& hidden) {
+  const bool together = weight.numel() == heads * head_dim;
+  return norm_weight(weight, together ? heads * head_dim : head_dim, hidden);
 }
 
 // weights[0..2]: weight, scale and bias of one linear layer; negative rows admit any number.
@@ -116,9 +134,11 @@ Layer checked_layer(const Tensor* weights, const Tensor* caches, const int64_t* 
                     const Sizes& sizes, const Tensor& hidden, Activation activation) {
   Layer layer{};
   layer.input_norm = norm_weight(weights[kInputNorm], sizes.hidden, hidden);
-  layer.query_norm = norm_weight(weights[kQueryNorm], sizes.head_dim, hidden);
-  layer.key_norm = norm_weight(weights[kKeyNorm], sizes.head_dim, hidden);
+  layer.query_norm = head_norm_weight(weights[kQueryNorm], sizes.heads, sizes.head_dim, hidden);
+  layer.key_norm = head_norm_weight(weights[kKeyNorm], sizes.kv_heads, sizes.head_dim, hidden);
   layer.post_norm = norm_weight(weights[kPostNorm], sizes.hidden, hidden);
+  layer.attention_norm = norm_weight(weights[kAttentionNorm], sizes.hidden, hidden);
+  layer.mlp_norm = norm_weight(weights[kMlpNorm], sizes.hidden, hidden);
   const auto linear = [&](LayerTensor at, LayerNumber group, int64_t rows, int64_t columns) {
     return linear_task(weights + at, numbers[group], rows, columns, sizes.type);
   };
@@ -134,31 +154,43 @@ Layer checked_layer(const Tensor* weights, const Tensor* caches, const int64_t* 
   check_shape(kOp, "k_cache", caches[kKeys], "[blocks, block_size, kv_heads, head_dim]",
               {-1, -1, sizes.kv_heads, sizes.head_dim});
   layer.window = numbers[kWindow];
-  layer.rotary = numbers[kRotary] != 0;
+  layer.angles = numbers[kRotary];
+  if (layer.angles < 0 || layer.angles > sizes.angles) {
+    fail(kOp, "rotary", "the number of a set of angles, or 0", std::to_string(layer.angles));
+  }
   return layer;
 }
 
-// hidden += delta unless null; out = rms_norm(hidden) * weight.
-void norm(const Step& step, char* hidden, const char* delta, const void* weight, char* out,
+// hidden += delta unless null; out = rms_norm(hidden) * weight. Returns where what follows reads:
+// out, or hidden where there is no norm.
+char* norm(const Step& step, char* hidden, const char* delta, const NormWeight& weight, char* out,
           Team& team) {
-  const NormTask task{hidden,  delta, hidden, weight, out, step.sizes.type, step.sizes.hidden,
-                      step.eps};
+  const NormTask task{hidden,          delta,       hidden,            weight.data, out,
+                      step.sizes.type, weight.type, step.sizes.hidden, step.eps};
   const KernelSet& kernels = cpu_kernels();
   if (step.sizes.tokens * step.sizes.hidden < kSharedElements) {
-    return kernels.rms_norm(task, 0, step.sizes.tokens);
+    kernels.rms_norm(task, 0, step.sizes.tokens);
+  } else {
+    team.for_each(step.sizes.tokens,
+                  [&](int64_t token, int64_t) { kernels.rms_norm(task, token, token + 1); });
   }
-  team.for_each(step.sizes.tokens,
-                [&](int64_t token, int64_t) { kernels.rms_norm(task, token, token + 1); });
+  return weight.data == nullptr ? hidden : out;
 }
 
-// Norms of the heads of each token, in place.
-void norm_heads(const Step& step, char* first, int64_t heads, const void* weight) {
-  if (weight == nullptr) return;
+// Norm of what is about to be added to hidden, in place.
+void norm_delta(const Step& step, char* delta, const NormWeight& weight, Team& team) {
+  if (weight.data != nullptr) norm(step, delta, nullptr, weight, delta, team);
+}
+
+// Norms of the heads of each token, or of all its heads together, in place.
+void norm_heads(const Step& step, char* first, int64_t heads, const NormWeight& weight) {
+  if (weight.data == nullptr) return;
   const Sizes& sizes = step.sizes;
   for (int64_t token = 0; token < sizes.tokens; ++token) {
     char* x = first + token * sizes.qkv() * sizes.item();
-    const NormTask task{x, nullptr, nullptr, weight, x, sizes.type, sizes.head_dim, step.eps};
-    cpu_kernels().rms_norm(task, 0, heads);
+    const NormTask task{x,          nullptr,     nullptr,         weight.data, x,
+                        sizes.type, weight.type, weight.features, step.eps};
+    cpu_kernels().rms_norm(task, 0, heads * sizes.head_dim / weight.features);
   }
 }
 
@@ -178,9 +210,10 @@ void attention(const Step& step, const Layer& layer, const Tensor& tables, const
   char* values = keys + sizes.kv_heads * sizes.head_dim * sizes.item();
   norm_heads(step, work.qkv, sizes.heads, layer.query_norm);
   norm_heads(step, keys, sizes.kv_heads, layer.key_norm);
-  if (layer.rotary) {
-    const RotaryTask task{work.qkv,      work.qkv,    step.cosine, step.sine,
-                          sizes.type,    sizes.qkv(), sizes.qkv(), sizes.heads + sizes.kv_heads,
+  if (layer.angles > 0) {
+    const int64_t at = (layer.angles - 1) * sizes.tokens * sizes.head_dim * sizes.item();
+    const RotaryTask task{work.qkv,    work.qkv,    step.cosine + at, step.sine + at, sizes.type,
+                          sizes.qkv(), sizes.qkv(), sizes.heads + sizes.kv_heads,
                           sizes.head_dim};
     cpu_kernels().rotary(task, 0, sizes.tokens);
   }
@@ -204,14 +237,16 @@ void run_layer(const Step& step, const Layer& layer, const Tensor& tables, bool 
     task.out = out;
     return task;
   };
-  norm(step, work.hidden, first ? nullptr : work.delta, layer.input_norm, work.normed,
-       team);
-  run_linear(into(layer.qkv, work.qkv), rows(work.normed), kernels, team);
+  const char* x = norm(step, work.hidden, first ? nullptr : work.delta, layer.input_norm,
+                       work.normed, team);
+  run_linear(into(layer.qkv, work.qkv), rows(x), kernels, team);
   attention(step, layer, tables, work, team);
   run_linear(into(layer.out, work.delta), rows(work.attended), kernels, team);
-  norm(step, work.hidden, work.delta, layer.post_norm, work.normed, team);
-  run_gated_linear(into(layer.gate_up, work.inner), rows(work.normed), kernels, team);
+  norm_delta(step, work.delta, layer.attention_norm, team);
+  x = norm(step, work.hidden, work.delta, layer.post_norm, work.normed, team);
+  run_gated_linear(into(layer.gate_up, work.inner), rows(x), kernels, team);
   run_linear(into(layer.down, work.delta), rows(work.inner), kernels, team);
+  norm_delta(step, work.delta, layer.mlp_norm, team);
 }
 
 Sizes checked_sizes(const Tensor& hidden, int64_t heads, int64_t kv_heads, const Tensor& cosine,
@@ -222,13 +257,24 @@ Sizes checked_sizes(const Tensor& hidden, int64_t heads, int64_t kv_heads, const
     fail(kOp, "heads", "a multiple of kv_heads", std::to_string(heads));
   }
   for (const Tensor& angles : {cosine, sine}) {
-    check_shape(kOp, "cos and sin", angles, "[num_tokens, head_dim]", {hidden.size(0), -1});
+    check_shape(kOp, "cos and sin", angles, "[sets * num_tokens, head_dim]", {-1, -1});
     check_layout(kOp, "cos and sin", angles);
     check_same_dtype(kOp, "cos and sin", angles, hidden);
   }
   check_shape(kOp, "sin", sine, "cos's", {cosine.size(0), cosine.size(1)});
-  return {hidden.size(0), hidden.size(1), heads,
-          kv_heads,       cosine.size(1), float_type(kOp, "hidden", hidden.scalar_type())};
+  const int64_t tokens = hidden.size(0);
+  // Without tokens any number of sets is empty.
+  const int64_t sets = tokens > 0 ? cosine.size(0) / tokens : INT32_MAX;
+  if (sets < 1 || sets * tokens != cosine.size(0)) {
+    fail(kOp, "cos and sin", "[sets * num_tokens, head_dim]", shape_text(cosine.sizes()));
+  }
+  return {tokens,
+          hidden.size(1),
+          heads,
+          kv_heads,
+          cosine.size(1),
+          sets,
+          float_type(kOp, "hidden", hidden.scalar_type())};
 }
 
 }  // namespace
@@ -242,7 +288,7 @@ Tensor decoder_step(Tensor hidden, std::vector<Tensor> weights, std::vector<Tens
   const size_t count = weights.size() / kLayerTensors;
   if (count == 0 || weights.size() != count * kLayerTensors ||
       caches.size() != count * kCacheTensors || numbers.size() != count * kLayerNumbers) {
-    fail(kOp, "weights, caches and numbers", "16, 4 and 6 a layer",
+    fail(kOp, "weights, caches and numbers", "18, 4 and 6 a layer",
          std::to_string(weights.size()) + ", " + std::to_string(caches.size()) + " and " +
              std::to_string(numbers.size()));
   }
@@ -264,14 +310,14 @@ Tensor decoder_step(Tensor hidden, std::vector<Tensor> weights, std::vector<Tens
   const Step step{sizes,
                   static_cast<float>(eps),
                   static_cast<float>(softmax_scale),
-                  cos.const_data_ptr(),
-                  sin.const_data_ptr(),
+                  static_cast<const char*>(cos.const_data_ptr()),
+                  static_cast<const char*>(sin.const_data_ptr()),
                   checked_slots(kOp, slots, sizes.tokens, cache),
                   checked_batch(kOp, block_tables, lengths, query_starts, sizes.tokens, cache)};
   const Workspace work(sizes, inner);
   __builtin_memcpy(work.hidden, hidden.const_data_ptr(),
                    sizes.tokens * sizes.hidden * sizes.item());
-  const void* last_norm = norm_weight(final_norm, sizes.hidden, hidden);
+  const NormWeight last_norm = norm_weight(final_norm, sizes.hidden, hidden);
   auto* result = static_cast<char*>(out.mutable_data_ptr());
   Team::run(0, cpu_kernels(), [&](Team& team) {
     for (size_t i = 0; i < count; ++i) run_layer(step, layers[i], block_tables, i == 0, work, team);

@@ -3,6 +3,8 @@
 // Part of kernel_template.h; include only that.
 #pragma once
 
+#include <type_traits>
+
 #include "kernel_common.h"
 #include "kernel_linear.h"
 
@@ -37,12 +39,13 @@ float add_and_square(const NormTask& task, int64_t row) {
   return squares.sum();
 }
 
-template <class Isa, class T>
-void rms_norm_typed(const NormTask& task, int64_t begin, int64_t end) {
+template <class Isa, class T, class Weight>
+void rms_norm_weighted(const NormTask& task, int64_t begin, int64_t end) {
   using Lanes = typename Isa::Lanes;
-  const T* weight = static_cast<const T*>(task.weight);
+  const auto* weight = static_cast<const Weight*>(task.weight);
   for (int64_t row = begin; row < end; ++row) {
     const float mean = add_and_square<Isa, T>(task, row) / static_cast<float>(task.columns);
+    if (weight == nullptr) continue;
     const Lanes factor = Lanes::broadcast(1.0f / __builtin_sqrtf(mean + task.eps));
     const void* source = task.delta == nullptr ? task.x : task.sum;
     const T* x = static_cast<const T*>(source) + row * task.columns;
@@ -50,11 +53,20 @@ void rms_norm_typed(const NormTask& task, int64_t begin, int64_t end) {
     for (int64_t column = 0; column < task.columns; column += Isa::kLanes) {
       const int64_t left = task.columns - column;
       const Lanes value = load_lanes<Lanes, Isa::kLanes>(x + column, left);
-      const Lanes normed = rounded<Isa, T>(Lanes::mul(value, factor));
+      const Lanes exact = Lanes::mul(value, factor);
+      const Lanes normed = std::is_same_v<T, Weight> ? rounded<Isa, T>(exact) : exact;
       const Lanes scale = load_lanes<Lanes, Isa::kLanes>(weight + column, left);
       store_lanes<Lanes, Isa::kLanes>(Lanes::mul(normed, scale), out + column, left);
     }
   }
+}
+
+template <class Isa, class T>
+void rms_norm_typed(const NormTask& task, int64_t begin, int64_t end) {
+  if (task.weight_type == FloatType::kFloat32) {
+    return rms_norm_weighted<Isa, T, float>(task, begin, end);
+  }
+  rms_norm_weighted<Isa, T, T>(task, begin, end);
 }
 
 template <class Isa>

@@ -38,14 +38,16 @@ struct PackTask {
   int64_t group_size;
 };
 
-// out = rms_norm(x + delta) * weight, and sum = x + delta; every step rounded to `type`.
+// out = rms_norm(x + delta) * weight, and sum = x + delta; every step rounded to `type`. A float32
+// weight of 16-bit x multiplies before the normalized value is rounded.
 struct NormTask {
   const void* x;       // [rows, columns]
   const void* delta;   // [rows, columns], or null for nothing to add
   void* sum;           // [rows, columns], may be x; unused without delta
-  const void* weight;  // [columns]
+  const void* weight;  // [columns], or null for the sum alone
   void* out;           // [rows, columns], may be x
   FloatType type;
+  FloatType weight_type;  // type or float32
   int64_t columns;
   float eps;
 };

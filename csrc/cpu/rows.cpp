@@ -24,7 +24,8 @@ NormTask norm_task(const char* op, const Tensor& x, const Tensor& weight, double
   task.columns = x.size(x.dim() - 1);
   check_shape(op, "weight", weight, "[features]", {task.columns});
   check_layout(op, "weight", weight);
-  check_same_dtype(op, "weight", weight, x);
+  task.weight_type = float_type(op, "weight", weight.scalar_type());
+  if (task.weight_type != FloatType::kFloat32) check_same_dtype(op, "weight", weight, x);
   task.x = x.const_data_ptr();
   task.weight = weight.const_data_ptr();
   task.eps = static_cast<float>(eps);

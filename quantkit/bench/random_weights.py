@@ -35,7 +35,7 @@ LLAMA_3_8B = ModelShape(
     fused=False,
     softmax_scale=128**-0.5,
     windows=(None,) * 32,
-    rotary=(True,) * 32,
+    rotary=(0,) * 32,
 )
 """Sizes of Llama 3 8B (its config.json)."""
 
@@ -103,4 +103,4 @@ def random_decoder(
     exponents = torch.arange(0, shape.head_dim, 2, device=weights.device).float() / shape.head_dim
     scale = torch.full((1,), 1 / 64, device=weights.device)
     scales = [(scale, scale)] * shape.num_layers if quantized_kv else None
-    return Decoder(weights, shape, Rotation(rope_theta**-exponents, 1.0), scales)
+    return Decoder(weights, shape, [Rotation(rope_theta**-exponents, 1.0)], scales)

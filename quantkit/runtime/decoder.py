@@ -40,40 +40,48 @@ Norms of heads and the rotary embedding are its part too: a cache does them as i
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Weights of one layer. Shapes: norms [hidden], q_norm and k_norm [head_dim] or None."""
+    """Weights of one layer; a norm that a family lacks is None.
 
-    input_norm: Tensor
+    Shapes: norms [hidden]; q_norm and k_norm [head_dim], or of all heads together.
+    """
+
+    input_norm: Tensor | None
     qkv: Linear  # q, k and v rows
     q_norm: Tensor | None
     k_norm: Tensor | None
     out: Linear
-    post_norm: Tensor
+    attention_norm: Tensor | None  # of what attention adds
+    post_norm: Tensor | None  # in front of the MLP
     mlp: Mlp
+    mlp_norm: Tensor | None  # of what the MLP adds
     window: int | None
-    rotary: bool
+    rotary: int | None  # which rotation
 
     @classmethod
     def read(cls, reader: WeightSource, shape: ModelShape, number: int) -> DecoderLayer:
         """Read layer `number` of a checkpoint."""
         base = f"model.layers.{number}"
-        hidden, head = shape.hidden_size, shape.head_dim
+        hidden = shape.hidden_size
         qkv, qkv_rows = ["q_proj", "k_proj", "v_proj"], [shape.query_size, *2 * [shape.kv_size]]
         if shape.fused:
             qkv, qkv_rows = ["qkv_proj"], [sum(qkv_rows)]
         qkv = [f"{base}.self_attn.{leaf}" for leaf in qkv]
         out = [f"{base}.self_attn.o_proj"]
-        q_norm, k_norm = (
-            reader.tensor(f"{base}.self_attn.{leaf}.weight", (head,)) if shape.qk_norm else None
-            for leaf in ("q_norm", "k_norm")
-        )
+        norms = shape.norm_names
+
+        def norm(leaf: str | None, features: int) -> Tensor | None:
+            return read_norm(reader, shape, f"{base}.{leaf}", features) if leaf else None
+
         return cls(
-            input_norm=reader.tensor(f"{base}.input_layernorm.weight", (hidden,)),
+            input_norm=norm(norms.attention_input, hidden),
             qkv=reader.linear(qkv, qkv_rows, hidden, shape.qkv_bias),
-            q_norm=q_norm,
-            k_norm=k_norm,
+            q_norm=norm(norms.query, shape.query_norm_size),
+            k_norm=norm(norms.key, shape.key_norm_size),
             out=reader.linear(out, (hidden,), shape.query_size, shape.out_bias),
-            post_norm=reader.tensor(f"{base}.post_attention_layernorm.weight", (hidden,)),
+            attention_norm=norm(norms.attention_output, hidden),
+            post_norm=norm(norms.mlp_input, hidden),
             mlp=_read_mlp(reader, shape, number),
+            mlp_norm=norm(norms.mlp_output, hidden),
             window=shape.windows[number],
             rotary=shape.rotary[number],
         )
@@ -84,8 +92,16 @@ class DecoderLayer:
         if qkv is None or out is None or mlp is None:
             return False
         norms = (self.input_norm, self.q_norm, self.k_norm, self.post_norm)
-        step.add(*norms, qkv, out, *mlp, self.window, self.rotary)
+        angles = 0 if self.rotary is None else self.rotary + 1
+        added = (self.attention_norm, self.mlp_norm)
+        step.add(*norms, qkv, out, *mlp, self.window, angles, *added)
         return True
+
+
+def read_norm(reader: WeightSource, shape: ModelShape, module: str, features: int) -> Tensor:
+    """Read the weight of an RMS norm, as `rms_norm` takes it."""
+    weight = reader.tensor(f"{module}.weight", (features,))
+    return weight.float() + shape.norm_offset if shape.float32_norms else weight
 
 
 def _read_mlp(reader: WeightSource, shape: ModelShape, number: int) -> Mlp:
@@ -105,7 +121,7 @@ class Decoder:
         self,
         reader: WeightSource,
         shape: ModelShape,
-        rotation: Rotation,
+        rotations: Sequence[Rotation],
         kv_scales: Sequence[Scales] | None,
     ) -> None:
         self.shape = shape
@@ -114,11 +130,14 @@ class Decoder:
         self.hidden_size = shape.hidden_size
         self.device = reader.device
         self.dtype = reader.dtype
-        self._rotation = rotation
+        self._rotations = tuple(rotations)
         matrix = (shape.vocab_size, shape.hidden_size)
         self._embedding = reader.tensor("model.embed_tokens.weight", matrix)
         self._layers = [DecoderLayer.read(reader, shape, n) for n in range(shape.num_layers)]
-        self._norm = reader.tensor("model.norm.weight", (shape.hidden_size,))
+        self._norm = read_norm(reader, shape, "model.norm", shape.hidden_size)
+        self._multiplier = shape.embedding_multiplier
+        if shape.rounds_multiplier:
+            self._multiplier = torch.tensor(self._multiplier, dtype=self.dtype).item()
         self._head = reader.head("lm_head", self._embedding, shape.tied)
         reader.check_all_used()
         self._fused = self._fuse()
@@ -183,7 +202,9 @@ class Decoder:
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits. Shapes: [rows, hidden_size] -> float32 [rows, vocab]."""
         logits = self._head(hidden, torch.float32)
-        divisor = self.shape.logits_divisor
+        divisor, cap = self.shape.logits_divisor, self.shape.logits_cap
+        if cap is not None:
+            return torch.tanh(logits / cap) * cap
         return logits if divisor == 1.0 else logits / divisor
 
     def run_step(self, input_ids: Tensor, cache: PagedCache, step: CacheStep) -> Tensor:
@@ -193,12 +214,14 @@ class Decoder:
         """
         shape = self.shape
         hidden = self._embed(input_ids)
-        angles = self._rotation.at(step.positions, max(step.new_lengths), self.dtype)
+        angles = self._angles(step.positions, max(step.new_lengths))
 
         def attend(number: int, qkv: Tensor) -> Tensor:
             layer = self._layers[number]
             norms = (layer.q_norm, layer.k_norm, shape.norm_eps)
-            turn = angles if layer.rotary else None
+            if shape.qk_norm_together:
+                qkv, norms = self._normed_together(layer, qkv), (None, None, shape.norm_eps)
+            turn = None if layer.rotary is None else angles[layer.rotary]
             query = cache.append_rotary(number, qkv, norms, turn, step, shape.num_heads)
             return cache.attend(number, query, step, shape.softmax_scale, layer.window)
 
@@ -210,8 +233,7 @@ class Decoder:
         batch, length = input_ids.shape
         check_context((0,), (length,), (0,), self.max_context)
         softmax_scale = self.shape.softmax_scale
-        positions = torch.arange(length, device=self.device).repeat(batch)
-        angles = self._rotation.at(positions, length, self.dtype)
+        angles = self._angles(torch.arange(length, device=self.device).repeat(batch), length)
 
         def attend(number: int, qkv: Tensor) -> Tensor:
             layer = self._layers[number]
@@ -226,8 +248,11 @@ class Decoder:
     def _embed(self, input_ids: Tensor) -> Tensor:
         """Return what enters the first layer. Shapes: int64 [tokens] -> [tokens, hidden_size]."""
         hidden = F.embedding(input_ids, self._embedding)
-        multiplier = self.shape.embedding_multiplier
-        return hidden if multiplier == 1.0 else hidden * multiplier
+        return hidden if self._multiplier == 1.0 else hidden * self._multiplier
+
+    def _angles(self, positions: Tensor, end: int) -> list[tuple[Tensor, Tensor]]:
+        """Return cos and sin of each rotation at positions below `end`."""
+        return [rotation.at(positions, end, self.dtype) for rotation in self._rotations]
 
     def _own(self, cache: SequenceCache) -> PagedCache:
         if not isinstance(cache, PagedCache) or cache.layout is not self._layout:
@@ -246,13 +271,14 @@ class Decoder:
     ) -> Tensor:
         """Do what `run_step` does in one op; a few tokens on a CPU only."""
         shape = self.shape
-        angles = self._rotation.at(step.positions, max(step.new_lengths), self.dtype)
+        angles = self._angles(step.positions, max(step.new_lengths))
+        cos, sin = angles[0] if len(angles) == 1 else map(torch.cat, zip(*angles, strict=True))
         return decoder_step(
             self._embed(input_ids),
             layers,
             cache.tensors(),
             self._norm,
-            angles,
+            (cos, sin),
             step.slots,
             step.block_tables,
             step.lengths,
@@ -270,34 +296,55 @@ class Decoder:
         heads = shape.num_heads + 2 * shape.num_kv_heads
         delta: Tensor | None = None
         for number, layer in enumerate(self._layers):
-            if delta is None:
+            if layer.input_norm is None:
+                hidden = hidden if delta is None else hidden + delta
+                qkv = layer.qkv(hidden)
+            elif delta is None:
                 qkv = after_norm(layer.qkv, hidden, layer.input_norm, eps)
             else:
                 hidden, qkv = after_add_norm(layer.qkv, hidden, delta, layer.input_norm, eps)
             attended = attend(number, qkv.view(-1, heads, shape.head_dim))
-            delta = self._added(layer.out(attended.reshape(-1, shape.query_size)))
+            delta = layer.out(attended.reshape(-1, shape.query_size))
+            delta = self._added(delta, layer.attention_norm)
             hidden, delta = layer.mlp.after_add_norm(hidden, delta, layer.post_norm, eps)
-            delta = self._added(delta)
+            delta = self._added(delta, layer.mlp_norm)
         if delta is None:
             return rms_norm(hidden, self._norm, eps)
         return add_rms_norm(hidden, delta, self._norm, eps)[1]
 
-    def _added(self, delta: Tensor) -> Tensor:
+    def _added(self, delta: Tensor, norm: Tensor | None) -> Tensor:
         """Return what is added to the residual stream, of what a part of a layer gave."""
+        if norm is not None:
+            delta = rms_norm(delta, norm, self.shape.norm_eps)
         multiplier = self.shape.residual_multiplier
         return delta if multiplier == 1.0 else delta * multiplier
 
+    def _normed_together(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
+        """Normalize all heads of q, and of k, as one vector a token. Shapes: as qkv."""
+        shape = self.shape
+        parts = torch.split(qkv.flatten(1), [shape.query_size, *2 * [shape.kv_size]], dim=1)
+        norms = (layer.q_norm, layer.k_norm, None)
+        normed = [
+            part if norm is None else rms_norm(part, norm, shape.norm_eps)
+            for part, norm in zip(parts, norms, strict=True)
+        ]
+        return torch.cat(normed, dim=1).view(qkv.shape)
+
     def _rotated_heads(
-        self, layer: DecoderLayer, qkv: Tensor, angles: tuple[Tensor, Tensor]
+        self, layer: DecoderLayer, qkv: Tensor, angles: Sequence[tuple[Tensor, Tensor]]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, as attention reads them."""
+        if self.shape.qk_norm_together:
+            qkv = self._normed_together(layer, qkv)
         heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
         query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
+        per_head = not self.shape.qk_norm_together
+        if per_head and layer.q_norm is not None and layer.k_norm is not None:
             query = rms_norm(query, layer.q_norm, self.shape.norm_eps)
             key = rms_norm(key, layer.k_norm, self.shape.norm_eps)
-        if layer.rotary:
-            query, key = rotary(query, *angles), rotary(key, *angles)
+        if layer.rotary is not None:
+            turn = angles[layer.rotary]
+            query, key = rotary(query, *turn), rotary(key, *turn)
         return query, key, value
 
 

@@ -47,6 +47,12 @@ class Family:
     qkv_bias: bool = False  # q, k and v have biases whatever the config says
     bias_options: bool = False  # attention_bias and mlp_bias of the config count
     qk_norm: bool = False  # RMS norm over each head of q and k, before the rotary embedding
+    qk_norm_together: bool = False  # that norm is over all heads at once
+    input_norms: bool = True  # norms in front of attention and of the MLP
+    output_norms: bool = False  # norms of what attention and the MLP add
+    float32_norms: bool = False  # the weight multiplies before the normalized value is rounded
+    norm_offset: float = 0.0  # added to the weights of norms
+    scales_embedding: bool = False  # by the root of the hidden size
     window_everywhere: bool = False  # sliding_window counts in all layers, not by layer_types
     fused: bool = False  # the checkpoint has q, k and v in one matrix, and gate and up in another
     experts: ExpertNames | None = None  # MLPs are lists of experts
@@ -60,6 +66,23 @@ FAMILIES = {
     "smollm3": Family(bias_options=True),
     "phi3": Family(window_everywhere=True, fused=True),
     "granite": Family(bias_options=True),
+    "gemma": Family(bias_options=True, float32_norms=True, norm_offset=1.0, scales_embedding=True),
+    "gemma3_text": Family(
+        bias_options=True,
+        qk_norm=True,
+        output_norms=True,
+        float32_norms=True,
+        norm_offset=1.0,
+        scales_embedding=True,
+    ),
+    "olmo2": Family(
+        bias_options=True,
+        qk_norm=True,
+        qk_norm_together=True,
+        input_norms=False,
+        output_norms=True,
+        float32_norms=True,
+    ),
     "mixtral": Family(
         window_everywhere=True,
         experts=ExpertNames("block_sparse_moe", ("w1", "w3", "w2"), normalizes=True, rounds=False),
@@ -83,6 +106,8 @@ _KNOWN_OPTIONS = frozenset(
         "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
         "num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob",
         "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step",
+        "hidden_activation", "query_pre_attn_scalar", "final_logit_softcapping",
+        "attn_logit_softcapping", "use_bidirectional_attention",
         "mlp_only_layers", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
     )
 )  # fmt: skip
@@ -99,6 +124,22 @@ class ExpertShape:
     shared_size: int | None  # of the expert that every token goes to; None if there is none
     normalizes: bool
     layers: tuple[bool, ...]  # per layer; False has a plain MLP
+
+
+@dataclass(frozen=True, slots=True)
+class NormNames:
+    """The norms of a layer, by their names within it; None where there is none."""
+
+    attention_input: str | None
+    attention_output: str | None
+    mlp_input: str | None
+    mlp_output: str | None
+    query: str | None
+    key: str | None
+
+
+_MLP_INPUT = {False: "post_attention_layernorm", True: "pre_feedforward_layernorm"}
+"""The norm in front of the MLP, without norms of what is added and with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +164,40 @@ class ModelShape:
     fused: bool
     softmax_scale: float
     windows: tuple[int | None, ...]  # per layer; tokens a query sees, itself included
-    rotary: tuple[bool, ...]  # per layer; False leaves positions out of attention
+    rotary: tuple[int | None, ...]  # per layer, which rotation; None leaves positions out
+    qk_norm_together: bool = False
+    input_norms: bool = True
+    output_norms: bool = False
+    float32_norms: bool = False
+    norm_offset: float = 0.0
     experts: ExpertShape | None = None
     embedding_multiplier: float = 1.0
+    rounds_multiplier: bool = False  # to the dtype of activations
+    logits_cap: float | None = None  # logits become cap * tanh(logits / cap)
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_divisor: float = 1.0
+
+    @property
+    def norm_names(self) -> NormNames:
+        """What a layer's norms are called."""
+        return NormNames(
+            "input_layernorm" if self.input_norms else None,
+            "post_attention_layernorm" if self.output_norms else None,
+            _MLP_INPUT[self.output_norms] if self.input_norms else None,
+            "post_feedforward_layernorm" if self.output_norms else None,
+            "self_attn.q_norm" if self.qk_norm else None,
+            "self_attn.k_norm" if self.qk_norm else None,
+        )
+
+    @property
+    def query_norm_size(self) -> int:
+        """Features that a norm of q goes over."""
+        return self.query_size if self.qk_norm_together else self.head_dim
+
+    @property
+    def key_norm_size(self) -> int:
+        """Features that a norm of k goes over."""
+        return self.kv_size if self.qk_norm_together else self.head_dim
 
     @property
     def num_layers(self) -> int:
@@ -178,11 +248,20 @@ def model_shape(config: Any) -> ModelShape:
     unknown = sorted(set(type(config).__annotations__) - _KNOWN_OPTIONS)
     if unknown:
         raise UnsupportedError(f"option {unknown[0]!r} of {config.model_type} is not known")
-    if config.hidden_act not in ACTIVATIONS:
-        raise UnsupportedError(f"hidden_act {config.hidden_act!r} is not known")
-    _check_rope(config.rope_parameters)
+    activation = getattr(config, "hidden_activation", None) or config.hidden_act
+    if activation not in ACTIVATIONS:
+        raise UnsupportedError(f"hidden_act {activation!r} is not known")
+    for option in ("attn_logit_softcapping", "use_bidirectional_attention"):
+        if getattr(config, option, None):
+            raise UnsupportedError(f"{option} is not known")
+    for parameters in _rotations(config).values():
+        _check_rope(parameters)
     attention_bias = family.bias_options and bool(getattr(config, "attention_bias", False))
-    softmax_scale = getattr(config, "attention_multiplier", None) or _head_dim(config) ** -0.5
+    query_size = getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)
+    softmax_scale = getattr(config, "attention_multiplier", None) or query_size**-0.5
+    multiplier = getattr(config, "embedding_multiplier", 1.0)
+    if family.scales_embedding:
+        multiplier = config.hidden_size**0.5
     return ModelShape(
         model_type=config.model_type,
         vocab_size=config.vocab_size,
@@ -193,37 +272,61 @@ def model_shape(config: Any) -> ModelShape:
         head_dim=_head_dim(config),
         max_context=config.max_position_embeddings,
         norm_eps=config.rms_norm_eps,
-        activation=ACTIVATIONS[config.hidden_act],
+        activation=ACTIVATIONS[activation],
         tied=bool(config.tie_word_embeddings),
         qkv_bias=family.qkv_bias or attention_bias or bool(getattr(config, "qkv_bias", False)),
         out_bias=attention_bias,
         mlp_bias=family.bias_options and bool(getattr(config, "mlp_bias", False)),
         qk_norm=family.qk_norm,
+        qk_norm_together=family.qk_norm_together,
+        input_norms=family.input_norms,
+        output_norms=family.output_norms,
+        float32_norms=family.float32_norms,
+        norm_offset=family.norm_offset,
         fused=family.fused,
         softmax_scale=float(softmax_scale),
         windows=_windows(config, family),
         rotary=_rotary_layers(config),
         experts=_experts(config, family.experts) if family.experts else None,
-        embedding_multiplier=float(getattr(config, "embedding_multiplier", 1.0)),
+        embedding_multiplier=float(multiplier),
+        rounds_multiplier=family.scales_embedding,
+        logits_cap=getattr(config, "final_logit_softcapping", None),
         residual_multiplier=float(getattr(config, "residual_multiplier", 1.0)),
         logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
     )
 
 
-def rotary_frequencies(config: Any) -> tuple[Tensor, float]:
-    """Return the rotation per position of each pair, and the factor on cos and sin.
+def rotary_frequencies(config: Any) -> list[tuple[Tensor, float]]:
+    """Return of each rotation, as `ModelShape.rotary` numbers them, its frequencies and factor.
 
-    Shapes: float32 [head_dim / 2], radians.
+    Shapes: float32 [head_dim / 2], radians per position of each pair; the factor is on cos and sin.
     """
+    return [
+        _frequencies(config, kind, parameters) for kind, parameters in _rotations(config).items()
+    ]
+
+
+def _frequencies(
+    config: Any, layer_type: str | None, parameters: Mapping[str, Any]
+) -> tuple[Tensor, float]:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    kind = config.rope_parameters["rope_type"]
+    kind = parameters["rope_type"]
     if kind == "default":
         head_dim = _head_dim(config)
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-        return 1.0 / (config.rope_parameters["rope_theta"] ** exponents), 1.0
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config)
+        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, **options)
     return frequencies, float(factor)
+
+
+def _rotations(config: Any) -> dict[str | None, Mapping[str, Any]]:
+    """Return the parameters of each rotation by the type of its layers; None is all of them."""
+    parameters = config.rope_parameters
+    if "rope_type" in parameters:
+        return {None: parameters}
+    return {kind: parameters[kind] for kind in dict.fromkeys(config.layer_types)}
 
 
 def _head_dim(config: Any) -> int:
@@ -266,8 +369,11 @@ def _experts(config: Any, names: ExpertNames) -> ExpertShape:
     )
 
 
-def _rotary_layers(config: Any) -> tuple[bool, ...]:
+def _rotary_layers(config: Any) -> tuple[int | None, ...]:
+    places = list(_rotations(config))
+    if places != [None]:
+        return tuple(places.index(kind) for kind in config.layer_types)
     flags = getattr(config, "no_rope_layers", None)  # 1 where rotary is *used*
     if not flags:
-        return (True,) * int(config.num_hidden_layers)
-    return tuple(bool(flag) for flag in flags)
+        return (0,) * int(config.num_hidden_layers)
+    return tuple(0 if flag else None for flag in flags)

@@ -100,8 +100,11 @@ def _build(reader: WeightReader, quantize_kv: bool) -> Engine:
         logger.warning("running the model through transformers, more slowly: %s", reason)
         return TransformersEngine(reader, config, quantize_kv)
     scales = reader.kv_scales(range(shape.num_layers)) if quantize_kv else None
-    frequencies, factor = rotary_frequencies(config)
-    return Decoder(reader, shape, Rotation(frequencies.to(reader.device), factor), scales)
+    rotations = [
+        Rotation(frequencies.to(reader.device), factor)
+        for frequencies, factor in rotary_frequencies(config)
+    ]
+    return Decoder(reader, shape, rotations, scales)
 
 
 @lru_cache(maxsize=2)

@@ -18,11 +18,12 @@ class Mlp(Protocol):
     """What follows attention in a layer."""
 
     def after_add_norm(
-        self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float
+        self, hidden: Tensor, delta: Tensor, weight: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Return `total = hidden + delta` and what the MLP makes of `rms_norm(total, weight, eps)`.
 
-        Shapes: hidden, delta [num_tokens, hidden_size], weight [hidden_size] -> two like hidden.
+        Without a weight there is no norm. Shapes: hidden, delta [num_tokens, hidden_size], weight
+        [hidden_size] -> two like hidden.
         """
         ...
 
@@ -75,9 +76,12 @@ class GatedMlp:
         return None if gate_up is None or down is None else (gate_up, down)
 
     def after_add_norm(
-        self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float
+        self, hidden: Tensor, delta: Tensor, weight: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Return `total = hidden + delta` and what the MLP makes of its norm; see Mlp."""
+        if weight is None:
+            total = hidden + delta
+            return total, self(total)
         scaled = self.gate_up.scaled(len(hidden))
         if scaled is None:
             total, normed = add_rms_norm(hidden, delta, weight, eps)

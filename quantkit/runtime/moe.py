@@ -88,10 +88,13 @@ class RoutedMlp:
         return SharedExpert(DenseLinear(gate), mlp)
 
     def after_add_norm(
-        self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float
+        self, hidden: Tensor, delta: Tensor, weight: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Return `total = hidden + delta` and what the experts make of its norm; see Mlp."""
-        total, normed = add_rms_norm(hidden, delta, weight, eps)
+        if weight is None:
+            total = normed = hidden + delta
+        else:
+            total, normed = add_rms_norm(hidden, delta, weight, eps)
         numbers, weights = self.router(normed)
         result = route(normed, numbers, weights, self.experts)
         return total, result if self.shared is None else result + self.shared(normed)

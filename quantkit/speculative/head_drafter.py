@@ -63,9 +63,7 @@ class HeadRunner:
         self._layers = StepLayers()
         before, after = norms["input_norm"], norms["post_norm"]
         inner = (linears["gate_up"], linears["down"])
-        self._layers.add(
-            before, None, None, after, linears["qkv"], linears["out"], *inner, None, True
-        )
+        self._layers.add(before, None, None, after, linears["qkv"], linears["out"], *inner, None, 1)
         self._rotation = Rotation(rotation_frequencies(shape).to(device), 1.0)
         self._layout = CacheLayout(1, shape.num_kv_heads, shape.head_dim, self.dtype, device)
 

@@ -16,7 +16,7 @@ DEVICE = torch.device("cuda")
 SMALL = replace(
     LLAMA_3_8B, vocab_size=512, hidden_size=256, intermediate_size=512, num_heads=8,
     num_kv_heads=2, head_dim=64, max_context=4096, windows=(None, 64, None),
-    rotary=(True, True, False),
+    rotary=(0, 0, None),
 )  # fmt: skip
 
 
