@@ -57,6 +57,7 @@ cuda: $(INSTALLED)
 cuda-check: cuda
 	@$(PIP) install --no-deps "nvidia-cuda-cuobjdump==13.*" "nvidia-cuda-nvdisasm==13.*"
 	PYTHONPATH=csrc .venv/bin/python tests/cuda/check_binaries.py
+	PYTHONPATH=csrc .venv/bin/python tests/cuda/check_scaled_mm.py
 
 # On a machine with a GPU, after make cuda there or with quantkit/_cuda.abi3.so brought along.
 GPU_PYTHON ?= $(if $(wildcard .venv/bin/python),.venv/bin/python,$(PYTHON))

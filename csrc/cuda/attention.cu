@@ -24,6 +24,7 @@ std::span<const AttentionKernel> fast_kernels(const AttentionCall& call, WeightF
   if (!aligned || call.type == FloatType::kFloat32) return {};
   switch (cache) {
     case WeightFormat::kE4M3: return e4m3_attention_kernels();
+    case WeightFormat::kE3M4: return e3m4_attention_kernels();
     case WeightFormat::kFloat16: return float16_attention_kernels();
     case WeightFormat::kBFloat16:
       if (call.type == FloatType::kBFloat16) return bfloat16_attention_kernels();
@@ -110,6 +111,7 @@ AttentionCall describe(const Tensor& query, const CacheView& cache, const Tensor
   call.query_stride = query.stride(0);
   call.table_width = block_tables.size(1);
   call.scale = static_cast<float>(softmax_scale * kLog2E);
+  call.e3m4 = cache.type == WeightFormat::kE3M4;
   call.type = float_type("paged_attention", "query", query.scalar_type());
   call.sequences = static_cast<int32_t>(block_tables.size(0));
   call.kv_heads = static_cast<int32_t>(cache.heads);

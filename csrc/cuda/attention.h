@@ -22,8 +22,10 @@ struct AttentionCall {
   float* weights;          // [tokens, heads, chunks, 2]: reference, sum
   int64_t query_stride;    // elements from token to token
   int64_t table_width;
-  float scale;  // of scores, times log2(e)
+  float scale;  // of scores, times log2(e); with a cap, times 2 log2(e) / softcap
+  float cap;    // softcap * log2(e), or 0 for none
   FloatType type;
+  bool e3m4;  // what codes are of, if not E4M3
   int32_t k_scale_stride;
   int32_t v_scale_stride;
   int32_t sequences;
@@ -51,6 +53,7 @@ struct AttentionKernel {
 // For caches of one type, ascending in head_dim and rows; attention_<type>.cu. Those of a head_dim
 // give the same bits.
 std::span<const AttentionKernel> e4m3_attention_kernels();
+std::span<const AttentionKernel> e3m4_attention_kernels();
 std::span<const AttentionKernel> bfloat16_attention_kernels();
 std::span<const AttentionKernel> float16_attention_kernels();
 

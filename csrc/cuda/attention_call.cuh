@@ -93,13 +93,23 @@ QK_DEVICE bool find_place(const AttentionCall& call, int row, Place& place) {
   return false;
 }
 
+// What decoded codes are to be multiplied by.
+QK_DEVICE float code_factor(const AttentionCall& call) {
+  return call.e3m4 ? DecodeAny<E3M4>::kFactor : DecodeAny<E4M3>::kFactor;
+}
 QK_DEVICE float key_factor(const AttentionCall& call, int kv_head) {
   if (call.k_scale == nullptr) return 1.0f;
-  return call.k_scale[static_cast<int64_t>(kv_head) * call.k_scale_stride] * Decode<E4M3>::kFactor;
+  return call.k_scale[static_cast<int64_t>(kv_head) * call.k_scale_stride] * code_factor(call);
 }
 QK_DEVICE float value_factor(const AttentionCall& call, int kv_head) {
   if (call.v_scale == nullptr) return 1.0f;
-  return call.v_scale[static_cast<int64_t>(kv_head) * call.v_scale_stride] * Decode<E4M3>::kFactor;
+  return call.v_scale[static_cast<int64_t>(kv_head) * call.v_scale_stride] * code_factor(call);
+}
+
+// A soft cap on a score, of which exp2 is to be taken: cap * tanh(score / cap), where `score` comes
+// as 2 log2(e) / cap times itself. Within 2^-22 of the cap.
+QK_DEVICE float capped(const AttentionCall& call, float score) {
+  return call.cap - 2.0f * call.cap * reciprocal_flush(exp2_flush(score) + 1.0f);
 }
 
 // Four adjacent elements; both types have 16 bits.

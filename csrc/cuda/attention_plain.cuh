@@ -15,8 +15,12 @@ QK_DEVICE float stored_value(const uint8_t* row, int d) {
   return widen(reinterpret_cast<const Cache*>(row)[d]);
 }
 template <>
-QK_DEVICE float stored_value<E4M3>(const uint8_t* row, int d) {  // 1 / Decode<E4M3>::kFactor of it
-  return low_half<Half>(Decode<E4M3>::pair(row[d]));
+QK_DEVICE float stored_value<E4M3>(const uint8_t* row, int d) {  // 1 / code_factor(call) of it
+  return low_half<Half>(DecodeAny<E4M3>::pair(row[d]));
+}
+template <>
+QK_DEVICE float stored_value<E3M4>(const uint8_t* row, int d) {
+  return low_half<Half>(DecodeAny<E3M4>::pair(row[d]));
 }
 
 QK_DEVICE float load_float(const void* values, FloatType type, int64_t index) {
@@ -86,6 +90,7 @@ __global__ void __launch_bounds__(kPlainThreads)
 #pragma unroll
     for (int k = 0; k < kPlainKeys; ++k) {
       scores[k] = warp_sum(scores[k]);
+      if (call.cap != 0.0f) scores[k] = capped(call, scores[k]);
       if (first + kPlainWarps * k < sight.end) highest = fmaxf(highest, scores[k]);
     }
     const float keep = exp2_flush(reference - highest);

@@ -13,6 +13,8 @@ template <class Cache>
 inline constexpr bool kIsCodes = false;
 template <>
 inline constexpr bool kIsCodes<E4M3> = true;
+template <>
+inline constexpr bool kIsCodes<E3M4> = true;
 
 // shared_query: queries stay in shared memory where registers do not suffice.
 template <class CacheType, int head_dim, int row_tiles, int key_tiles, int warps, int chunk,
@@ -53,6 +55,10 @@ template <>
 struct MathOf<E4M3> {
   using type = Half;
 };
+template <>
+struct MathOf<E3M4> {
+  using type = Half;
+};
 
 // Byte `index` of the `bytes` that a lane holds of a row is byte `first + part * stride` of it,
 // where `part` says which of `parts` lanes it is: 16 adjacent bytes each, then 8, 4 and 2.
@@ -73,17 +79,17 @@ QK_DEVICE constexpr LanePlace lane_place(int bytes, int parts, int index) {
 template <int kBytes, int kPartCount>
 QK_DEVICE void load_lane(const uint8_t* row, int part, uint32_t* words) {
   if constexpr (kBytes >= 16) {
-    const Word4 loaded = load_once16(row + 16 * part);
+    const Word4 loaded = load_written16(row + 16 * part);
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = loaded.word[i];
     load_lane<kBytes - 16, kPartCount>(row + 16 * kPartCount, part, words + 4);
   } else if constexpr (kBytes >= 8) {
-    const Word2 loaded = load_once8(row + 8 * part);
+    const Word2 loaded = load_written8(row + 8 * part);
     words[0] = loaded.word[0];
     words[1] = loaded.word[1];
     load_lane<kBytes - 8, kPartCount>(row + 8 * kPartCount, part, words + 2);
   } else if constexpr (kBytes >= 4) {
-    words[0] = load_once4(row + 4 * part);
+    words[0] = load_written4(row + 4 * part);
     load_lane<kBytes - 4, kPartCount>(row + 4 * kPartCount, part, words + 1);
   } else if constexpr (kBytes >= 2) {
     words[0] = reinterpret_cast<const uint16_t*>(row)[part];
@@ -252,7 +258,8 @@ QK_DEVICE void multiply_keys(const StepKeys<Shape>& keys, const QueryOperands<Sh
       const auto& [low, high] = keys.word[tile];
       uint32_t a[4];
       if constexpr (Shape::kCodes) {
-        const Word2 first = Decode<E4M3>::quad(low[i]), second = Decode<E4M3>::quad(high[i]);
+        using Codes = DecodeAny<typename Shape::Cache>;
+        const Word2 first = Codes::quad(low[i]), second = Codes::quad(high[i]);
         a[0] = first.word[0];
         a[1] = second.word[0];
         a[2] = first.word[1];
@@ -280,7 +287,8 @@ QK_DEVICE void value_operand(const uint32_t (&word)[4][Shape::kValueWords], int 
     const uint32_t choice = part % 2 == 0 ? 0x5140 : 0x7362;
     const uint32_t low = choose_bytes(word[0][part / 2], word[1][part / 2], choice);
     const uint32_t high = choose_bytes(word[2][part / 2], word[3][part / 2], choice);
-    const Word2 first = Decode<E4M3>::quad(low), second = Decode<E4M3>::quad(high);
+    using Codes = DecodeAny<typename Shape::Cache>;
+    const Word2 first = Codes::quad(low), second = Codes::quad(high);
     a[0] = first.word[0];
     a[1] = first.word[1];
     a[2] = second.word[0];
@@ -473,6 +481,16 @@ QK_DEVICE void attend_chunk(ChunkWork<Shape>& work, const AttentionCall& call,
       for (int r = 0; r < Shape::kRowTiles; ++r) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) scores[tile][r][i] *= query.factor_at(r, i % 2);
+      }
+    }
+    if (call.cap != 0.0f) {
+#pragma unroll
+      for (int tile = 0; tile < Shape::kKeyTiles; ++tile) {
+#pragma unroll
+        for (int r = 0; r < Shape::kRowTiles; ++r) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) scores[tile][r][i] = capped(call, scores[tile][r][i]);
+        }
       }
     }
     if (first_key < place.all.begin || first_key + Shape::kStepKeys > place.all.end) {

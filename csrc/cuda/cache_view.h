@@ -17,19 +17,22 @@ struct CacheView {
   int64_t slots() const { return blocks * block_size; }
 };
 
-// The type of a cache: E4M3 if and only if there is a scale.
+// The type of a cache: codes of E4M3, or as uint8 of E3M4, if and only if there is a scale.
 inline WeightFormat cache_format(const char* op, const char* name, const Tensor& cache,
                                  bool scaled) {
   check_shape(op, name, cache, "[blocks, block_size, kv_heads, head_dim]", {-1, -1, -1, -1});
   check_layout(op, name, cache);
   const ScalarType type = cache.scalar_type();
-  if (scaled != (type == ScalarType::Float8_e4m3fn)) {
-    fail(op, "the cache", "float8_e4m3fn if and only if there are scales", dtype_text(type));
+  const bool is_e3m4 = type == ScalarType::Byte;
+  if (scaled != (is_e3m4 || type == ScalarType::Float8_e4m3fn)) {
+    fail(op, "the cache", "float8_e4m3fn or uint8 (E3M4 codes) if and only if there are scales",
+         dtype_text(type));
   }
   // Kernels count slots in 32 bits; beside heads that is room for any memory.
   const int64_t slots = cache.size(0) * cache.size(1);
   if (slots > INT32_MAX) fail(op, name, "of at most 2^31 - 1 slots", std::to_string(slots));
-  return scaled ? WeightFormat::kE4M3 : stored_format(float_type(op, name, type));
+  if (scaled) return is_e3m4 ? WeightFormat::kE3M4 : WeightFormat::kE4M3;
+  return stored_format(float_type(op, name, type));
 }
 
 // Per head or for all: the distance from one head's scale to the next.

@@ -77,6 +77,22 @@ T* mutable_data(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
 
+// A norm's weight: of x's dtype, or float32 beside x of 16 bits.
+inline void check_norm_weight(const char* op, const char* argument, const Tensor& weight,
+                              const Tensor& x) {
+  if (weight.scalar_type() != ScalarType::Float) check_same_dtype(op, argument, weight, x);
+}
+
+// How many elements of a head turn, as cos [num_tokens, rotary_dim] tells.
+inline int64_t rotary_dim_of(const char* op, const Tensor& cos, int64_t head_dim) {
+  const int64_t dim = cos.dim() == 2 ? cos.size(1) : 0;
+  if (cos.dim() != 2 || dim % 2 != 0 || dim > head_dim) {
+    fail(op, "cos", "[num_tokens, rotary_dim], rotary_dim even and at most " +
+         std::to_string(head_dim), shape_text(cos.sizes()));
+  }
+  return dim;
+}
+
 // Calls use(BFloat16{}) or use(Half{}).
 template <class Use>
 auto with_half_type(const char* op, const char* argument, ScalarType type, const Use& use) {

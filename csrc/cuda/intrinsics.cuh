@@ -60,6 +60,28 @@ QK_DEVICE uint32_t load_once4(const void* address) {
   return w;
 }
 
+// The same for what an earlier kernel of the stream wrote, which may still run when this one begins
+// (launch_overlapped.h): the read-only path is for memory that nobody writes while a kernel lives.
+QK_DEVICE Word4 load_written16(const void* address) {
+  Word4 w;
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w.word[0]), "=r"(w.word[1]), "=r"(w.word[2]), "=r"(w.word[3])
+               : "l"(address));
+  return w;
+}
+QK_DEVICE Word2 load_written8(const void* address) {
+  Word2 w;
+  asm volatile("ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+               : "=r"(w.word[0]), "=r"(w.word[1])
+               : "l"(address));
+  return w;
+}
+QK_DEVICE uint32_t load_written4(const void* address) {
+  uint32_t w;
+  asm volatile("ld.global.L1::no_allocate.u32 %0, [%1];" : "=r"(w) : "l"(address));
+  return w;
+}
+
 QK_DEVICE float as_float(uint32_t bits) { return __uint_as_float(bits); }
 QK_DEVICE uint32_t as_bits(float value) { return __float_as_uint(value); }
 
@@ -107,6 +129,15 @@ QK_DEVICE uint32_t pack2<Half>(float low, float high) {
 // Four bytes chosen from eight: __byte_perm.
 QK_DEVICE uint32_t choose_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   return __byte_perm(low, high, selector);
+}
+
+// Bytes 2 * half and 2 * half + 1, each widened to 16 bits with its sign.
+template <int kHalf>
+QK_DEVICE uint32_t widen_bytes(uint32_t bytes) {
+  constexpr uint32_t kSelector = kHalf == 0 ? 0x9180 : 0xB3A2;  // 8 + i: the sign of byte i
+  uint32_t out;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(out) : "r"(bytes), "n"(kSelector));
+  return out;
 }
 
 #ifdef QK_CONVERTS_E4M3
@@ -161,6 +192,13 @@ QK_DEVICE uint32_t transpose_tile(uint32_t pair) {
 QK_DEVICE float exp2_flush(float x) {
   float out;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+}
+
+// 1 / x within one unit in the last place; what is below 2^-126 counts as zero.
+QK_DEVICE float reciprocal_flush(float x) {
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
   return out;
 }
 
@@ -235,33 +273,78 @@ struct Decode<E4M3> {
 };
 #endif
 
-// Two floats to two E4M3 codes, `low` in the low byte: to nearest even, saturating at 448.
-QK_DEVICE uint16_t encode_pair(float low, float high) {
-#ifdef QK_CONVERTS_E4M3
-  return encode_pair_e4m3(low, high);
-#else
-  const float values[2] = {low, high};
-  uint32_t out = 0;
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t bits = as_bits(values[i]);
-    const uint32_t sign = (bits >> 24) & 0x80;
-    const uint32_t magnitude = bits & 0x7FFFFFFF;
-    uint32_t code;
-    if (magnitude > 0x7F800000) {
-      code = 0x7F;
-    } else if (magnitude >= 0x43E00000) {  // 448
-      code = 0x7E;
-    } else if (magnitude < 0x3C800000) {  // below 2^-6 the step is 2^-9, float32's in [2^14, 2^15)
-      code = as_bits(as_float(magnitude) + 16384.0f) - as_bits(16384.0f);
-    } else {
-      code = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) - 0x3C000000) >> 20;
-      code = code > 0x7E ? 0x7E : code;
-    }
-    out |= (sign | code) << (8 * i);
+// The same for codes that may be NaN or infinity, and stay so: where they become magnitudes at the
+// top of float16's last but one exponent range, bits that are added move them into the last.
+template <class Format>
+struct DecodeAny {
+  static constexpr float kFactor = Format::kHalfFactor;
+  static_assert(Format::kFirstSpecial != kNoSpecial, "Decode does all of it");
+
+  QK_DEVICE static uint32_t pair(uint32_t codes) { return move_bits(widen_bytes<0>(codes)); }
+  QK_DEVICE static Word2 quad(uint32_t codes) {
+    return {{pair(codes), move_bits(widen_bytes<1>(codes))}};
   }
-  return static_cast<uint16_t>(out);
+
+ private:
+  QK_DEVICE static uint32_t twice(uint32_t half) { return half << 16 | half; }
+
+  // Codes with their signs above. What is shifted out of the low half is masked off in the high.
+  QK_DEVICE static uint32_t move_bits(uint32_t spread) {
+    constexpr uint32_t kShift = 8 - Format::kHalfShift;
+    constexpr uint32_t kMagnitude = Format::kHalfMask & 0x7FFF;
+    constexpr uint32_t kCarry = (0x80u - Format::kFirstSpecial) << kShift;  // 0x7F: 1
+    constexpr uint32_t kNext = 0x80u << kShift;  // the bit that a special magnitude carries into
+    const uint32_t moved = spread << kShift;
+    const uint32_t special = ((moved & twice(kMagnitude)) + twice(kCarry)) & twice(kNext);
+    // All exponent bits from there to the highest.
+    return special * ((0x8000u - kNext) / kNext) + (moved & twice(Format::kHalfMask));
+  }
+};
+#ifdef QK_CONVERTS_E4M3
+template <>
+struct DecodeAny<E4M3> : Decode<E4M3> {};
 #endif
+
+// The code nearest to a float, ties to even, saturating at the format's largest number; NaN gives
+// the format's, as quantkit/numerics.py encodes it.
+template <class Format>
+QK_DEVICE uint32_t encode_one(float value) {
+  constexpr uint32_t kDropped = 23 - (7 - Format::kExponentBits);  // bits of float32's mantissa
+  constexpr uint32_t kBias = (127u - ((1u << (Format::kExponentBits - 1)) - 1)) << 23;
+  constexpr uint32_t kMost = Format::kFirstSpecial - 1;
+  constexpr uint32_t kLeastNormal = (0x80u >> Format::kExponentBits << kDropped) + kBias;
+  // A number whose neighbours are as far away as subnormal codes are: an addition rounds to them.
+  constexpr uint32_t kMagic = kLeastNormal + (kDropped << 23);
+  constexpr uint32_t kNan = Format::kExponentBits == 4 ? 0x7F : 0x78;
+  const uint32_t bits = as_bits(value);
+  const uint32_t sign = (bits >> 24) & 0x80;
+  const uint32_t magnitude = bits & 0x7FFFFFFF;
+  uint32_t code;
+  if (magnitude > 0x7F800000) {
+    code = kNan;
+  } else if (magnitude >= (kMost << kDropped) + kBias) {
+    code = kMost;
+  } else if (magnitude < kLeastNormal) {
+    code = as_bits(as_float(magnitude) + as_float(kMagic)) - kMagic;
+  } else {
+    code = (magnitude + ((1u << (kDropped - 1)) - 1) + ((magnitude >> kDropped) & 1) - kBias) >>
+           kDropped;
+    code = code > kMost ? kMost : code;
+  }
+  return sign | code;
 }
+
+// Two floats to two codes, `low` in the low byte.
+template <class Format>
+QK_DEVICE uint32_t encode_pair(float low, float high) {
+  return encode_one<Format>(low) | encode_one<Format>(high) << 8;
+}
+#ifdef QK_CONVERTS_E4M3
+template <>
+QK_DEVICE uint32_t encode_pair<E4M3>(float low, float high) {
+  return encode_pair_e4m3(low, high);
+}
+#endif
 
 QK_DEVICE float warp_sum(float value) {
 #pragma unroll

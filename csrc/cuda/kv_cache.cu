@@ -35,6 +35,7 @@ void with_cache_type(WeightFormat type, const Use& use) {
     case WeightFormat::kFloat32: return use(float{});
     case WeightFormat::kBFloat16: return use(BFloat16{});
     case WeightFormat::kFloat16: return use(Half{});
+    case WeightFormat::kE3M4: return use(E3M4{});
     default: return use(E4M3{});
   }
 }
@@ -57,13 +58,25 @@ void check_rows_of(const char* op, const char* name, const Tensor& x, int64_t to
   check_rows(op, name, x);
 }
 
-// A norm's weight or angles, which may be absent.
-void check_optional(const char* op, const char* name, const MaybeTensor& tensor, const Tensor& x,
-                    const char* letters, std::initializer_list<int64_t> sizes) {
-  if (!tensor.has_value()) return;
-  check_shape(op, name, *tensor, letters, sizes);
-  check_layout(op, name, *tensor);
-  check_same_dtype(op, name, *tensor, x);
+// A norm's weight, which may be absent. Returns whether it is wider than x.
+bool check_norm(const char* op, const char* name, const MaybeTensor& weight, const Tensor& x,
+                int64_t head_dim) {
+  if (!weight.has_value()) return false;
+  check_shape(op, name, *weight, "[head_dim]", {head_dim});
+  check_layout(op, name, *weight);
+  check_norm_weight(op, name, *weight, x);
+  return weight->scalar_type() != x.scalar_type();
+}
+
+void check_angles(const char* op, const char* name, const Tensor& angles, const Tensor& x,
+                  int64_t rotary_dim) {
+  check_shape(op, name, angles, "[num_tokens, rotary_dim]", {x.size(0), rotary_dim});
+  check_layout(op, name, angles);
+  check_same_dtype(op, name, angles, x);
+}
+
+const void* address(const MaybeTensor& tensor) {
+  return tensor.has_value() ? tensor->const_data_ptr() : nullptr;
 }
 
 void check_both(const char* op, const char* first, const char* second, const MaybeTensor& a,
@@ -132,12 +145,13 @@ Tensor rotary_append(Tensor qkv, MaybeTensor q_norm, MaybeTensor k_norm, double 
   }
   check_both(op, "q_norm", "k_norm", q_norm, k_norm);
   check_both(op, "cos", "sin", cos, sin);
-  check_optional(op, "q_norm", q_norm, qkv, "[head_dim]", {cache.head_dim});
-  check_optional(op, "k_norm", k_norm, qkv, "[head_dim]", {cache.head_dim});
-  check_optional(op, "cos", cos, qkv, "[num_tokens, head_dim]", {tokens, cache.head_dim});
-  check_optional(op, "sin", sin, qkv, "[num_tokens, head_dim]", {tokens, cache.head_dim});
-  if (cos.has_value() && cache.head_dim % 2 != 0) {
-    fail(op, "qkv", "of even head_dim", shape_text(qkv.sizes()));
+  const bool wide_q_norm = check_norm(op, "q_norm", q_norm, qkv, cache.head_dim);
+  const bool wide_k_norm = check_norm(op, "k_norm", k_norm, qkv, cache.head_dim);
+  int64_t rotary_dim = 0;
+  if (cos.has_value()) {
+    rotary_dim = rotary_dim_of(op, *cos, cache.head_dim);
+    check_angles(op, "cos", *cos, qkv, rotary_dim);
+    check_angles(op, "sin", *sin, qkv, rotary_dim);
   }
   const int64_t* slot_list = slot_data(op, slots, tokens);
   const Launch launch = launch_on(op, qkv,
@@ -155,8 +169,8 @@ Tensor rotary_append(Tensor qkv, MaybeTensor q_norm, MaybeTensor k_norm, double 
   with_float_type(op, "qkv", qkv.scalar_type(), [&](auto type) {
     using T = decltype(type);
     RotatedCall<T> call{.qkv = data<T>(qkv),
-                        .q_norm = data<T>(q_norm),
-                        .k_norm = data<T>(k_norm),
+                        .q_norm = address(q_norm),
+                        .k_norm = address(k_norm),
                         .cosine = data<T>(cos),
                         .sine = data<T>(sin),
                         .query = mutable_data<T>(query),
@@ -168,8 +182,11 @@ Tensor rotary_append(Tensor qkv, MaybeTensor q_norm, MaybeTensor k_norm, double 
                         .heads = heads,
                         .kv_heads = cache.heads,
                         .head_dim = cache.head_dim,
-                        .eps = static_cast<float>(eps)};
-    call.aligned = are_aligned(cache) && is_aligned(call.qkv) && is_aligned(call.q_norm) &&
+                        .rotary_dim = rotary_dim,
+                        .eps = static_cast<float>(eps),
+                        .wide_q_norm = wide_q_norm,
+                        .wide_k_norm = wide_k_norm};
+    call.aligned = are_aligned(cache) && rotary_dim % kChunk == 0 && is_aligned(call.qkv) && is_aligned(call.q_norm) &&
                    is_aligned(call.k_norm) && is_aligned(call.cosine) && is_aligned(call.sine) &&
                    is_aligned(call.query);
     with_cache_type(cache.type, [&](auto stored) {

@@ -48,7 +48,8 @@ template <class Cache, class T>
 QK_DEVICE void store_cached(const CacheSide& side, int64_t index, int64_t head, int64_t left,
                             bool aligned, const Chunk<T>& chunk) {
   if constexpr (sizeof(Cache) == 1) {
-    store_codes(side.cache + index, left, aligned, chunk, side.scale[head * side.scale_stride]);
+    store_codes<Cache>(side.cache + index, left, aligned, chunk,
+                       side.scale[head * side.scale_stride]);
   } else {
     float values[kChunk];
     unpack(chunk, values);
@@ -82,9 +83,9 @@ __global__ void __launch_bounds__(kAppendThreads)
 template <class T>
 struct RotatedCall {
   const T* qkv;         // [tokens, heads + 2 * kv_heads, head_dim]
-  const T* q_norm;      // [head_dim], or null for no norm
-  const T* k_norm;      // the same
-  const T* cosine;      // [tokens, head_dim], or null for no rotation
+  const void* q_norm;   // [head_dim] of T or float, or null for no norm
+  const void* k_norm;   // the same
+  const T* cosine;      // [tokens, rotary_dim], or null for no rotation
   const T* sine;        // the same
   T* query;             // [tokens, heads, head_dim]
   CacheSide keys, values;
@@ -94,8 +95,51 @@ struct RotatedCall {
   int64_t heads;
   int64_t kv_heads;
   int64_t head_dim;
+  int64_t rotary_dim;  // of a head, its first elements turn
   float eps;
+  bool wide_q_norm, wide_k_norm;  // of float, where T has 16 bits
   bool aligned;
+};
+
+// A norm's weight for the chunks of a lane, as it lies in memory: of T, or of float.
+template <class T, int kChunks>
+struct HeadWeight {
+  Chunk<T> narrow[kChunks];
+  Chunk<float> wide[kChunks];
+  bool is_wide;
+
+  QK_DEVICE void load(const void* from, int lane, int64_t head_dim, bool aligned) {
+#pragma unroll
+    for (int i = 0; i < kChunks; ++i) {
+      const int64_t column = (lane + kWarp * i) * kChunk, left = head_dim - column;
+      narrow[i] = {};
+      wide[i] = {};
+      if (left <= 0) continue;
+      if (is_wide) {
+        wide[i] = load_chunk(static_cast<const float*>(from) + column, left, aligned);
+      } else {
+        narrow[i] = load_chunk(static_cast<const T*>(from) + column, left, aligned);
+      }
+    }
+  }
+
+  // x times the factor and the weight, rounded as process_rows rounds it.
+  QK_DEVICE void apply(int i, float factor, float (&values)[kChunk]) const {
+    float weights[kChunk];
+    if (is_wide) {
+      unpack(wide[i], weights);
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) {
+        values[k] = normalized<T, float>(values[k], factor, weights[k]);
+      }
+    } else {
+      unpack(narrow[i], weights);
+#pragma unroll
+      for (int k = 0; k < kChunk; ++k) {
+        values[k] = normalized<T, T>(values[k], factor, weights[k]);
+      }
+    }
+  }
 };
 
 // Up to kChunks * 32 chunks of one head, chunk lane + 32 * i in a lane.
@@ -118,25 +162,24 @@ struct HeadRow {
   }
 
   // As process_rows of rows.cuh does it: what one of its warps has is chunk i of all lanes here.
-  QK_DEVICE void normalize(const HeadRow& weight, float eps) {
+  QK_DEVICE void normalize(const HeadWeight<T, kChunks>& weight, float eps) {
     float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) squares += warp_sum(add_squares(chunks[i], 0.0f));
     const float factor = norm_factor(squares, head_dim, eps);
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
-      float values[kChunk], weights[kChunk];
+      float values[kChunk];
       unpack(chunks[i], values);
-      unpack(weight.chunks[i], weights);
-#pragma unroll
-      for (int k = 0; k < kChunk; ++k) values[k] = normalized<T>(values[k], factor, weights[k]);
+      weight.apply(i, factor, values);
       chunks[i] = pack<T>(values);
     }
   }
 
-  // `exchange` has room for the head: partners are half a head apart.
+  // The first cosine.head_dim elements. `exchange` has room for the head: partners are half of
+  // these apart.
   QK_DEVICE void rotate(const HeadRow& cosine, const HeadRow& sine, float* exchange) {
-    const int half = static_cast<int>(head_dim / 2);
+    const int turned = static_cast<int>(cosine.head_dim), half = turned / 2;
 #pragma unroll
     for (int i = 0; i < kChunks; ++i) {
       float values[kChunk];
@@ -156,7 +199,7 @@ struct HeadRow {
 #pragma unroll
       for (int k = 0; k < kChunk; ++k) {
         const int d = static_cast<int>(column(i)) + k;
-        if (d >= head_dim) continue;
+        if (d >= turned) continue;
         const bool first = d < half;
         values[k] = rotated<T>(values[k], cosines[k], exchange[first ? d + half : d - half],
                                first ? -sines[k] : sines[k]);
@@ -177,15 +220,18 @@ __global__ void __launch_bounds__(kHeadWarps * kWarp) append_rotated(const Rotat
   start_next_kernel();
   if (token >= call.tokens) return;
   const bool is_query = head < call.heads, is_value = head >= call.heads + call.kv_heads;
-  const T* norm = is_query ? call.q_norm : is_value ? nullptr : call.k_norm;
+  const void* norm = is_query ? call.q_norm : is_value ? nullptr : call.k_norm;
   HeadRow<T, kChunks> row{{}, lane, call.head_dim, call.aligned};
-  HeadRow<T, kChunks> weight = row, cosine = row, sine = row;
-  if (norm != nullptr) weight.load(norm);  // before waiting: no kernel writes weights
+  HeadRow<T, kChunks> cosine{{}, lane, call.rotary_dim, call.aligned}, sine = cosine;
+  HeadWeight<T, kChunks> weight;
+  weight.is_wide = is_query ? call.wide_q_norm : call.wide_k_norm;
+  // Before waiting: no kernel writes weights.
+  if (norm != nullptr) weight.load(norm, lane, call.head_dim, call.aligned);
   wait_for_previous_kernel();
   const bool turns = !is_value && call.cosine != nullptr;
   if (turns) {
-    cosine.load(call.cosine + token * call.head_dim);
-    sine.load(call.sine + token * call.head_dim);
+    cosine.load(call.cosine + token * call.rotary_dim);
+    sine.load(call.sine + token * call.rotary_dim);
   }
   row.load(call.qkv + number * call.head_dim);
   if (norm != nullptr) row.normalize(weight, call.eps);
@@ -237,7 +283,7 @@ struct StoredUnit {
     if constexpr (kUnit > 1) {
 #pragma unroll
       for (int i = 0; i < kWords; i += 4) {
-        const Word4 loaded = load_once16(from + 4 * i);
+        const Word4 loaded = load_written16(from + 4 * i);
 #pragma unroll
         for (int k = 0; k < 4; ++k) words[i + k] = loaded.word[k];
       }
@@ -256,8 +302,9 @@ struct StoredUnit {
       const uint32_t pair = words[i / 2];
       return i % 2 == 0 ? low_half<Cache>(pair) : high_half<Cache>(pair);
     } else {
-      const uint32_t pair = Decode<E4M3>::pair(words[i / 4] >> (i / 2 % 2 * 16));
-      return (i % 2 == 0 ? low_half<Half>(pair) : high_half<Half>(pair)) * Decode<E4M3>::kFactor;
+      const uint32_t pair = DecodeAny<Cache>::pair(words[i / 4] >> (i / 2 % 2 * 16));
+      return (i % 2 == 0 ? low_half<Half>(pair) : high_half<Half>(pair)) *
+             DecodeAny<Cache>::kFactor;
     }
   }
 };

@@ -85,7 +85,7 @@ struct Norm {
     if (delta != nullptr) check_like_x(op, "delta", *delta, x);
     check_shape(op, "weight", weight, "[features]", {columns()});
     check_layout(op, "weight", weight);
-    check_same_dtype(op, "weight", weight, x);
+    check_norm_weight(op, "weight", weight, x);
     check_scale(op, scale);
     return launch_on(
         op, x,
@@ -95,7 +95,7 @@ struct Norm {
   int64_t columns() const { return x.size(x.dim() - 1); }
   int64_t rows() const { return x.numel() == 0 ? 0 : x.numel() / columns(); }
 
-  // Calls use(call) with everything set but the results.
+  // Calls use(call, of the weight's type) with everything set but the results.
   template <class Use>
   void with_call(const Use& use) const {
     with_float_type(op, "x", x.scalar_type(), [&](auto type) {
@@ -104,11 +104,12 @@ struct Norm {
       RowCall<T> call{};
       call.x = data<T>(x);
       if (delta != nullptr) call.delta = data<T>(*delta);
-      call.weight = data<T>(weight);
+      call.weight = weight.const_data_ptr();
       call.rows = rows();
       call.columns = columns();
       call.eps = static_cast<float>(eps);
-      use(call);
+      if (weight.scalar_type() == x.scalar_type()) return use(call, T{});
+      use(call, float{});
     });
   }
 };
@@ -139,10 +140,10 @@ Tensor rms_norm(Tensor x, Tensor weight, double eps) {
   const Norm norm{"rms_norm", x, nullptr, weight, eps};
   const Launch launch = norm.check(std::nullopt);
   Tensor out = torch::stable::new_empty(x, x.sizes());
-  norm.with_call([&]<class T>(RowCall<T>& call) {
+  norm.with_call([&]<class T, class Weight>(RowCall<T>& call, Weight) {
     call.out = mutable_data<T>(out);
     call.aligned = is_aligned(call);
-    start_process_rows<RowSource::kValues, true, false>(call, Start(launch));
+    start_process_rows<RowSource::kValues, true, false, Weight>(call, Start(launch));
   });
   return out;
 }
@@ -152,11 +153,11 @@ std::tuple<Tensor, Tensor> add_rms_norm(Tensor x, Tensor delta, Tensor weight, d
   const Launch launch = norm.check(std::nullopt);
   Tensor sum = torch::stable::new_empty(x, x.sizes());
   Tensor out = torch::stable::new_empty(x, x.sizes());
-  norm.with_call([&]<class T>(RowCall<T>& call) {
+  norm.with_call([&]<class T, class Weight>(RowCall<T>& call, Weight) {
     call.sum = mutable_data<T>(sum);
     call.out = mutable_data<T>(out);
     call.aligned = is_aligned(call);
-    start_process_rows<RowSource::kSum, true, false>(call, Start(launch));
+    start_process_rows<RowSource::kSum, true, false, Weight>(call, Start(launch));
   });
   return {sum, out};
 }
@@ -166,10 +167,10 @@ std::tuple<Tensor, Tensor> rms_norm_quantize(Tensor x, Tensor weight, double eps
   const Norm norm{"rms_norm_quantize", x, nullptr, weight, eps};
   const Launch launch = norm.check(scale);
   const Quantized out = new_quantized(x, x.sizes(), norm.rows(), scale);
-  norm.with_call([&]<class T>(RowCall<T>& call) {
+  norm.with_call([&]<class T, class Weight>(RowCall<T>& call, Weight) {
     out.put_into(call);
     call.aligned = is_aligned(call);
-    start_process_rows<RowSource::kValues, true, true>(call, Start(launch));
+    start_process_rows<RowSource::kValues, true, true, Weight>(call, Start(launch));
   });
   return {out.codes, out.scales};
 }
@@ -180,11 +181,11 @@ std::tuple<Tensor, Tensor, Tensor> add_rms_norm_quantize(Tensor x, Tensor delta,
   const Launch launch = norm.check(scale);
   Tensor sum = torch::stable::new_empty(x, x.sizes());
   const Quantized out = new_quantized(x, x.sizes(), norm.rows(), scale);
-  norm.with_call([&]<class T>(RowCall<T>& call) {
+  norm.with_call([&]<class T, class Weight>(RowCall<T>& call, Weight) {
     call.sum = mutable_data<T>(sum);
     out.put_into(call);
     call.aligned = is_aligned(call);
-    start_process_rows<RowSource::kSum, true, true>(call, Start(launch));
+    start_process_rows<RowSource::kSum, true, true, Weight>(call, Start(launch));
   });
   return {sum, out.codes, out.scales};
 }
@@ -206,7 +207,7 @@ std::tuple<Tensor, Tensor> quantize_rows(Tensor x, std::optional<Tensor> scale) 
     out.put_into(call);
     if (!scale.has_value()) {
       call.aligned = is_aligned(call);
-      return start_process_rows<RowSource::kValues, false, true>(call, Start(launch));
+      return start_process_rows<RowSource::kValues, false, true, T>(call, Start(launch));
     }
     call.columns *= call.rows;  // with one scale all is one row
     call.rows = 1;
@@ -251,7 +252,7 @@ std::tuple<Tensor, Tensor> gate_mul_quantize(Tensor both, std::string activation
     if (scale.has_value()) {
       start_map_rows<RowSource::kGated, true>(call, Start(launch));
     } else {
-      start_process_rows<RowSource::kGated, false, true>(call, Start(launch));
+      start_process_rows<RowSource::kGated, false, true, T>(call, Start(launch));
     }
   });
   return {out.codes, out.scales};
@@ -263,9 +264,9 @@ Tensor rotary(Tensor x, Tensor cos, Tensor sin) {
   check_rows(op, "x", x);
   const int64_t tokens = x.size(0);
   const int64_t head_dim = x.size(2);
-  if (head_dim % 2 != 0) fail(op, "x", "of even head_dim", shape_text(x.sizes()));
+  const int64_t rotary_dim = rotary_dim_of(op, cos, head_dim);
   for (const auto& [name, angles] : {std::pair{"cos", cos}, std::pair{"sin", sin}}) {
-    check_shape(op, name, angles, "[num_tokens, head_dim]", {tokens, head_dim});
+    check_shape(op, name, angles, "[num_tokens, rotary_dim]", {tokens, rotary_dim});
     check_layout(op, name, angles);
     check_same_dtype(op, name, angles, x);
   }
@@ -280,7 +281,8 @@ Tensor rotary(Tensor x, Tensor cos, Tensor sin) {
                        .out = mutable_data<T>(out),
                        .x_stride = x.stride(0),
                        .heads = x.size(1),
-                       .head_dim = head_dim};
+                       .head_dim = head_dim,
+                       .rotary_dim = rotary_dim};
     call.aligned = is_aligned(call);
     start_rotate(call, tokens, Start(launch));
   });

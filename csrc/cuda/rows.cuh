@@ -30,7 +30,7 @@ struct RowCall {
   const T* x;          // [rows, columns], with kGated [rows, 2 * columns]
   const T* delta;      // [rows, columns]
   T* sum;              // [rows, columns]
-  const T* weight;     // [columns], of the norm
+  const void* weight;  // [columns], of the norm: of T or float
   T* out;              // [rows, columns], unless quantized to
   uint8_t* codes;      // [rows, columns] and
   float* scales;       // [rows], made of each row's largest element; or [1], a copy of
@@ -101,7 +101,7 @@ QK_DEVICE void store_chunk(T* to, int64_t left, bool aligned, const Chunk<T>& ch
   }
 }
 
-template <class T>
+template <class Format, class T>
 QK_DEVICE void store_codes(uint8_t* to, int64_t left, bool aligned, const Chunk<T>& chunk,
                            float scale) {
   float values[kChunk];
@@ -109,7 +109,7 @@ QK_DEVICE void store_codes(uint8_t* to, int64_t left, bool aligned, const Chunk<
   Word2 codes = {};
 #pragma unroll
   for (int i = 0; i < kChunk; i += 2) {
-    const uint32_t pair = encode_pair(values[i] / scale, values[i + 1] / scale);
+    const uint32_t pair = encode_pair<Format>(values[i] / scale, values[i + 1] / scale);
     codes.word[i / 4] |= pair << (8 * (i % 4));
   }
   if (aligned) {
@@ -132,12 +132,14 @@ QK_DEVICE float scale_for(float amax) {
   return bits < 0x7F800000u ? as_float((bits + 0xFFFFu) & 0xFFFF0000u) : scale;
 }
 
-// What a row is multiplied by, and one element of the norm, rounded before and after its weight.
+// What a row is multiplied by, and one element of the norm: rounded before its weight, but where
+// the weight alone is float32.
 QK_DEVICE float norm_factor(float squares, int64_t columns, float eps) {
   return 1.0f / sqrtf(squares / static_cast<float>(columns) + eps);
 }
-template <class T>
+template <class T, class Weight>
 QK_DEVICE float normalized(float x, float factor, float weight) {
+  if constexpr (sizeof(Weight) > sizeof(T)) return x * factor * weight;
   return widen(narrow<T>(x * factor)) * weight;
 }
 
@@ -236,8 +238,9 @@ QK_DEVICE Chunk<T> read_chunk(const RowCall<T>& call, int64_t row, int64_t colum
 
 // Norm, quantization, or both, for rows of up to kChunks * kChunk * threads elements; kChunks = 0
 // for any, which are read again for every step. A row has a block; with kShort a warp, one of
-// kShortRows in the block, and needs no barriers.
-template <class T, RowSource kSource, bool kNorm, bool kCodes, int kChunks, bool kShort>
+// kShortRows in the block, and needs no barriers. The norm's weight is of Weight.
+template <class T, class Weight, RowSource kSource, bool kNorm, bool kCodes, int kChunks,
+          bool kShort>
 __global__ void __launch_bounds__(kShort ? kShortThreads : kRowThreads)
     process_rows(const RowCall<T> call) {
   constexpr bool kKeep = kChunks > 0;
@@ -249,7 +252,9 @@ __global__ void __launch_bounds__(kShort ? kShortThreads : kRowThreads)
   const int64_t width = static_cast<int64_t>(kShort ? kWarp : blockDim.x) * kChunk;  // of a pass
   const int64_t first = static_cast<int64_t>(thread) * kChunk;
   const int passes = kKeep ? kChunks : static_cast<int>((call.columns + width - 1) / width);
-  Chunk<T> kept[kKept] = {}, weights[kKept] = {};
+  const Weight* const weight = static_cast<const Weight*>(call.weight);
+  Chunk<T> kept[kKept] = {};
+  Chunk<Weight> weights[kKept] = {};
 
   start_next_kernel();
   if (kShort && row >= call.rows) return;
@@ -258,7 +263,7 @@ __global__ void __launch_bounds__(kShort ? kShortThreads : kRowThreads)
     for (int i = 0; i < kKept; ++i) {
       const int64_t column = first + i * width;
       if (column < call.columns) {
-        weights[i] = load_chunk(call.weight + column, call.columns - column, aligned);
+        weights[i] = load_chunk(weight + column, call.columns - column, aligned);
       }
     }
   }
@@ -293,10 +298,12 @@ __global__ void __launch_bounds__(kShort ? kShortThreads : kRowThreads)
       float values[kChunk], factors[kChunk];
       unpack(chunk, values);
       unpack(kKeep ? weights[kKeep ? i : 0]
-                   : load_chunk(call.weight + column, call.columns - column, aligned),
+                   : load_chunk(weight + column, call.columns - column, aligned),
              factors);
 #pragma unroll
-      for (int k = 0; k < kChunk; ++k) values[k] = normalized<T>(values[k], factor, factors[k]);
+      for (int k = 0; k < kChunk; ++k) {
+        values[k] = normalized<T, Weight>(values[k], factor, factors[k]);
+      }
       chunk = pack<T>(values);
     }
     return chunk;
@@ -323,7 +330,7 @@ __global__ void __launch_bounds__(kShort ? kShortThreads : kRowThreads)
     const int64_t offset = row * call.columns + column;
     const int64_t left = call.columns - column;
     if constexpr (kCodes) {
-      store_codes(call.codes + offset, left, aligned, finish(i), scale);
+      store_codes<E4M3>(call.codes + offset, left, aligned, finish(i), scale);
     } else {
       store_chunk(call.out + offset, left, aligned, finish(i));
     }
@@ -347,7 +354,7 @@ __global__ void __launch_bounds__(kMapThreads)
   if constexpr (kCodes) {
     const float scale = *call.scale;
     if (blockIdx.x == 0 && threadIdx.x == 0) *call.scales = scale;
-    store_codes(call.codes + offset, left, call.aligned, chunk, scale);
+    store_codes<E4M3>(call.codes + offset, left, call.aligned, chunk, scale);
   } else {
     store_chunk(call.out + offset, left, call.aligned, chunk);
   }
@@ -356,13 +363,15 @@ __global__ void __launch_bounds__(kMapThreads)
 template <class T>
 struct RotaryCall {
   const T* x;       // [tokens, heads, head_dim], tokens x_stride elements apart
-  const T* cosine;  // [tokens, head_dim]
-  const T* sine;    // [tokens, head_dim]
+  const T* cosine;  // [tokens, rotary_dim]
+  const T* sine;    // [tokens, rotary_dim]
   T* out;           // [tokens, heads, head_dim]
   int64_t x_stride;
   int64_t heads;
   int64_t head_dim;
-  bool aligned;  // chunks of both halves of heads are whole and at multiples of 16 bytes
+  int64_t rotary_dim;  // of a head, its first elements; the others are copied
+  bool aligned;        // chunks of both halves of what turns, and of the rest, are whole and at
+                       // multiples of 16 bytes
 };
 
 // x * cosine + partner * sine, every step rounded to T; the first of a pair takes -sine.
@@ -371,23 +380,33 @@ QK_DEVICE float rotated(float x, float cosine, float partner, float sine) {
   return widen(narrow<T>(x * cosine)) + widen(narrow<T>(partner * sine));
 }
 
-// A token a block; a thread turns 8 pairs at a time.
+// A token a block; a thread turns 8 pairs at a time, or copies 8 elements.
 template <class T>
 __global__ void __launch_bounds__(kMapThreads) rotate(const RotaryCall<T> call) {
   start_next_kernel();
   wait_for_previous_kernel();
   const int64_t token = blockIdx.x;
-  const int64_t half = call.head_dim / 2;
-  const int chunks = static_cast<int>((half + kChunk - 1) / kChunk);  // of half a head
+  const int64_t half = call.rotary_dim / 2;
+  const int turned = static_cast<int>((half + kChunk - 1) / kChunk);  // chunks of a half
+  const int chunks =
+      turned + static_cast<int>((call.head_dim - call.rotary_dim + kChunk - 1) / kChunk);
   const T* const x_row = call.x + token * call.x_stride;
   T* const out_row = call.out + token * call.heads * call.head_dim;
-  const T* const cosine = call.cosine + token * call.head_dim;
-  const T* const sine = call.sine + token * call.head_dim;
+  const T* const cosine = call.cosine + token * call.rotary_dim;
+  const T* const sine = call.sine + token * call.rotary_dim;
   const int units = static_cast<int>(call.heads) * chunks;
   for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
+    const int64_t head = unit / chunks * call.head_dim;
+    if (unit % chunks >= turned) {
+      const int64_t column = call.rotary_dim + (unit % chunks - turned) * kChunk;
+      const int64_t left = call.head_dim - column;
+      store_chunk(out_row + head + column, left, call.aligned,
+                  load_chunk(x_row + head + column, left, call.aligned));
+      continue;
+    }
     const int64_t low = unit % chunks * kChunk;
     const int64_t left = half - low;
-    const int64_t offset = unit / chunks * call.head_dim + low;
+    const int64_t offset = head + low;
     const auto load = [&](const T* from, float (&values)[kChunk]) {
       unpack(load_chunk(from, left, call.aligned), values);
     };
@@ -428,21 +447,21 @@ inline RowPlan plan_rows(int64_t columns) {
 }
 
 // Picks the kernel of process_rows for a call; start(kernel, blocks, threads, call) launches it.
-template <RowSource kSource, bool kNorm, bool kCodes, class T, class Start>
+template <RowSource kSource, bool kNorm, bool kCodes, class Weight, class T, class Start>
 void start_process_rows(const RowCall<T>& call, const Start& start) {
   const RowPlan plan = plan_rows(call.columns);
   const unsigned blocks = static_cast<unsigned>((call.rows + plan.rows - 1) / plan.rows);
   const auto go = [&](void (*kernel)(RowCall<T>)) { start(kernel, blocks, plan.threads, call); };
-  if (plan.rows > 1) return go(&process_rows<T, kSource, kNorm, kCodes, 1, true>);
+  if (plan.rows > 1) return go(&process_rows<T, Weight, kSource, kNorm, kCodes, 1, true>);
   if constexpr (sizeof(T) == 2) {
     switch (call.aligned ? plan.chunks : 0) {
-      case 1: return go(&process_rows<T, kSource, kNorm, kCodes, 1, false>);
-      case 2: return go(&process_rows<T, kSource, kNorm, kCodes, 2, false>);
-      case 4: return go(&process_rows<T, kSource, kNorm, kCodes, 4, false>);
+      case 1: return go(&process_rows<T, Weight, kSource, kNorm, kCodes, 1, false>);
+      case 2: return go(&process_rows<T, Weight, kSource, kNorm, kCodes, 2, false>);
+      case 4: return go(&process_rows<T, Weight, kSource, kNorm, kCodes, 4, false>);
       default: break;
     }
   }
-  go(&process_rows<T, kSource, kNorm, kCodes, 0, false>);
+  go(&process_rows<T, Weight, kSource, kNorm, kCodes, 0, false>);
 }
 
 // start(kernel, blocks, threads, call, blocks of a row) launches map_rows.
@@ -456,7 +475,8 @@ void start_map_rows(const RowCall<T>& call, const Start& start) {
 
 template <class T, class Start>
 void start_rotate(const RotaryCall<T>& call, int64_t tokens, const Start& start) {
-  const int64_t units = call.heads * ((call.head_dim / 2 + kChunk - 1) / kChunk);
+  const int64_t units = call.heads * ((call.rotary_dim / 2 + kChunk - 1) / kChunk +
+                                      (call.head_dim - call.rotary_dim + kChunk - 1) / kChunk);
   const int64_t warps = (units + kWarp - 1) / kWarp;
   void (*kernel)(RotaryCall<T>) = &rotate<T>;
   start(kernel, static_cast<unsigned>(tokens),
@@ -476,7 +496,8 @@ bool is_aligned(const RowCall<T>& call) {
 
 template <class T>
 bool is_aligned(const RotaryCall<T>& call) {
-  return call.head_dim % (2 * kChunk) == 0 && call.x_stride % kChunk == 0 && is_aligned(call.x) &&
+  return call.rotary_dim % (2 * kChunk) == 0 && call.head_dim % kChunk == 0 &&
+         call.x_stride % kChunk == 0 && is_aligned(call.x) &&
          is_aligned(call.cosine) && is_aligned(call.sine) && is_aligned(call.out);
 }
 

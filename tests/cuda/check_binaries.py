@@ -31,6 +31,7 @@ TOOLS = Path(sysconfig.get_path("purelib")) / "nvidia" / "cu13" / "bin"  # of tw
 
 STORE = r"(ST|STG|UTMASTG|RED|REDG|ATOM|ATOMG)(\.|$)"
 WIDE_LOAD = r"LDG\..*128"
+READ_ONLY_LOAD = r"LDG\..*CONSTANT"
 MATRIX = r"HMMA\.16816\.F32"
 DECODE = r"F2FP\.F16\.E4M3\.UNPACK_B"
 ENCODE = r"F2FP\.SATFINITE\.E4M3\.F32\.PACK_AB"
@@ -63,6 +64,9 @@ RULES = (
     Rule("weight_linear_e4m3", "", DECODE, first_arch=89),
     Rule("attention*", r"\dattendI", MATRIX),
     Rule("attention*", r"\dattendI.*4E4M3", DECODE, first_arch=89),
+    # The read-only path is not for what a kernel before may still be writing.
+    Rule("attention*", "", READ_ONLY_LOAD, wanted=False),
+    Rule("kv_cache", "gather", READ_ONLY_LOAD, wanted=False),
     Rule("dequantize", r"dequantize_rows\w*I\w*4E4M3", DECODE, first_arch=89),
     Rule("rows", r"process_rowsI.*?ELb[01]ELb1E", ENCODE, first_arch=89),  # kCodes
     Rule("rows", r"map_rowsI.*?RowSourceE\dELb1E", ENCODE, first_arch=89),
@@ -91,7 +95,10 @@ REVIEWED = (
         "heads of 256 with a float16 cache want more than 255 registers",
     ),
     Reviewed(
-        "attention_plain", 8, 16, "sm_120a; the plain kernel is for sizes that no other takes"
+        "attention_plain",
+        8,
+        16,
+        "sm_90a, sm_120a; the plain kernel is for sizes that no other takes",
     ),
 )
 

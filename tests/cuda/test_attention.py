@@ -21,8 +21,11 @@ from tests.cuda.emulator import Library, Order
 
 CHUNK = 256
 E4M3 = torch.float8_e4m3fn
+E3M4 = torch.uint8  # its codes
+CODES = {E4M3: "e4m3", E3M4: "e3m4"}
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SOFTMAX_SCALE = 0.125
+LOG2_E = math.log2(math.e)
 # Half the distance between neighbours, relative to the number: the cost of one rounding.
 UNIT = {FP32: 2.0**-24, BF16: 2.0**-8, FP16: 2.0**-11}
 
@@ -93,7 +96,7 @@ using namespace quantkit::cuda;
 
 extern "C" void attention(const void* query, void* out, const uint8_t* keys, const uint8_t* values,
                           const float* k_scale, const float* v_scale, const int32_t* tables,
-                          const int32_t* lengths, const int32_t* starts, float scale,
+                          const int32_t* lengths, const int32_t* starts, float scale, float cap,
                           const Numbers* n) {
   Inputs in{};
   in.size = {n->tokens, n->sequences, n->kv_heads, n->group, n->head_dim,
@@ -103,6 +106,8 @@ extern "C" void attention(const void* query, void* out, const uint8_t* keys, con
   in.call.query_stride = n->query_stride;
   in.call.table_width = n->width;
   in.call.scale = scale;
+  in.call.cap = cap;
+  in.call.e3m4 = n->cache == static_cast<int64_t>(quantkit::WeightFormat::kE3M4);
   in.call.type = static_cast<quantkit::FloatType>(n->type);
   in.call.k_scale_stride = in.call.v_scale_stride = n->scales > 1;
   in.call.sequences = n->sequences;
@@ -120,6 +125,9 @@ extern "C" void attention(const void* query, void* out, const uint8_t* keys, con
 """
 ALL_KERNELS = """
     {WeightFormat::kE4M3, 0, 0, &run_plain<E4M3>},
+    {WeightFormat::kE3M4, 0, 0, &run_plain<E3M4>},
+    tiled<E3M4, 64, 1>(WeightFormat::kE3M4),
+    tiled<E3M4, 80, 3, 2, true>(WeightFormat::kE3M4),
     {WeightFormat::kFloat32, 0, 0, &run_plain<float>},
     {WeightFormat::kBFloat16, 0, 0, &run_plain<BFloat16>},
     {WeightFormat::kFloat16, 0, 0, &run_plain<Half>},
@@ -133,7 +141,7 @@ ALL_KERNELS = """
 """
 LIBRARY = emulator.compile(SOURCE.replace("KERNELS", ALL_KERNELS))
 # WeightFormat's numbers, FloatType's numbers.
-CACHES = {E4M3: 0, FP32: 3, BF16: 4, FP16: 5}
+CACHES = {E4M3: 0, E3M4: 2, FP32: 3, BF16: 4, FP16: 5}
 QUERIES = {FP32: 0, BF16: 1, FP16: 2}
 
 
@@ -150,6 +158,7 @@ class Batch:
     new: list[int]
     query: Tensor
     window: int = 0
+    softcap: float = 0.0  # 0: none
     rows: int = 8  # of a tile; 0: the plain kernel
     processors: int = 132
     library: Library = LIBRARY
@@ -174,9 +183,10 @@ class Batch:
         shape = (len(lengths) * width, block, kv_heads, head_dim)
         k, v = torch.randn(shape), torch.randn(shape)
         k_scale = v_scale = None
-        if cache == E4M3:
-            k_scale, v_scale = torch.rand(scales) * 0.02 + 0.01, torch.rand(scales) * 0.02 + 0.01
-            k, v = k / 0.02, v / 0.02
+        if cache in CODES:
+            least = {E4M3: 0.01, E3M4: 0.2}[cache]
+            k_scale, v_scale = (torch.rand(2, scales) * 2 + 1) * least
+            k, v = k / (2 * least), v / (2 * least)
         for number, length in enumerate(lengths):
             used = -(-length // block)
             for x in (k, v):
@@ -185,7 +195,8 @@ class Batch:
                     x[int(tables[number, used - 1]), length % block :] = torch.nan
             tables[number, used:] = -1
         query = torch.randn(sum(new), heads, head_dim).to(dtype)
-        return cls(k.to(cache), v.to(cache), k_scale, v_scale, tables, lengths, new, query, **rest)
+        k, v = (_stored(x, cache) for x in (k, v))
+        return cls(k, v, k_scale, v_scale, tables, lengths, new, query, **rest)
 
     def run(self, order: Order = Order.ASCENDING) -> Tensor:
         out = torch.full_like(self.query, torch.nan, memory_format=torch.contiguous_format)
@@ -201,7 +212,8 @@ class Batch:
             self.tables.contiguous(),
             torch.tensor(self.lengths, dtype=torch.int32),
             starts,
-            SOFTMAX_SCALE * math.log2(math.e),
+            (2 * SOFTMAX_SCALE / self.softcap if self.softcap else SOFTMAX_SCALE) * LOG2_E,
+            self.softcap * LOG2_E,
             self._numbers(),
         )
         return out
@@ -236,12 +248,12 @@ class Batch:
         """What attention is; with `magnitudes`, of the magnitudes of all values."""
         k, v = self._values(self.k, self.k_scale), self._values(self.v, self.v_scale)
         parts = [
-            reference.attention(
+            _attention(
                 rows.double().numpy(),
                 reference.paged(k, table.tolist(), length),
                 reference.paged(np.abs(v) if magnitudes else v, table.tolist(), length),
-                SOFTMAX_SCALE,
                 self.window or None,
+                self.softcap,
             )
             for rows, table, length in zip(
                 self.query.split(self.new), self.tables, self.lengths, strict=True
@@ -254,7 +266,9 @@ class Batch:
         if scale is None:
             return cache.double().numpy()
         codes = cache.view(torch.uint8).numpy()
-        return reference.float8_values("e4m3")[codes] * scale.double().numpy().reshape(-1, 1)
+        return reference.float8_values(CODES[cache.dtype])[codes] * scale.double().numpy().reshape(
+            -1, 1
+        )
 
     def check(self, order: Order = Order.ASCENDING, score_error: float = 2e-5) -> None:
         """Compare with the oracle.
@@ -280,6 +294,33 @@ class Batch:
         assert actual.shape == exact.shape
         excess = (actual - exact).abs() / allowed
         assert excess.max() <= 1, f"{excess.max():.3f} times what is allowed"
+
+
+def _stored(x: Tensor, cache: torch.dtype) -> Tensor:
+    if cache != E3M4:
+        return x.to(cache)
+    return torch.from_numpy(reference.float8_encode(x.double().numpy(), "e3m4"))
+
+
+def _attention(
+    query: reference.Float64,
+    key: reference.Float64,
+    value: reference.Float64,
+    window: int | None,
+    softcap: float,
+) -> reference.Float64:
+    """The oracle's, or with a soft cap by its definition."""
+    if softcap == 0:
+        return reference.attention(query, key, value, SOFTMAX_SCALE, window)
+    group = query.shape[1] // key.shape[1]
+    key, value = (np.repeat(x, group, axis=1) for x in (key, value))
+    scores = np.einsum("qhd,khd->hqk", query, key) * SOFTMAX_SCALE
+    scores = softcap * np.tanh(scores / softcap)
+    position = np.arange(len(key) - len(query), len(key))[:, None]
+    other = np.arange(len(key))[None]
+    hidden = (other > position) | (window is not None and other <= position - (window or 0))
+    weights = np.exp(np.where(hidden, -np.inf, scores))
+    return np.einsum("hqk,khd->qhd", weights / weights.sum(axis=-1, keepdims=True), value)
 
 
 LENGTHS = [1, 15, 16, 17, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3]
@@ -358,6 +399,10 @@ def test_block_sizes(block: int) -> None:
         (FP16, FP16, 96, 8),
         (FP16, E4M3, 64, 8),
         (FP16, E4M3, 80, 24),
+        (BF16, E3M4, 64, 8),
+        (FP16, E3M4, 80, 24),
+        (BF16, E3M4, 200, 0),
+        (FP32, E3M4, 10, 0),
         (FP16, BF16, 24, 0),
         (FP32, FP32, 24, 0),
         (FP32, E4M3, 64, 0),
@@ -367,6 +412,42 @@ def test_types(dtype: torch.dtype, cache: torch.dtype, head_dim: int, rows: int)
     Batch.random(
         [37, 290, 600], [2, 3, 1], 6, 2, head_dim, dtype=dtype, cache=cache, rows=rows
     ).check()
+
+
+@pytest.mark.parametrize("cache", [E4M3, E3M4], ids=CODES.get)
+@pytest.mark.parametrize("rows", [8, 0])
+@pytest.mark.parametrize(("softcap", "window"), [(0.5, 0), (20.0, 0), (50.0, 40)])
+def test_soft_caps(softcap: float, window: int, rows: int, cache: torch.dtype) -> None:
+    """Scores of 10 and more, on both sides of the caps; 2^-22 of a cap is lost besides."""
+    batch = Batch.random([CHUNK + 37, 5], [3, 1], 6, 2, cache=cache, rows=rows, window=window)
+    batch = replace(batch, query=batch.query * 8, softcap=softcap)
+    batch.check(score_error=1e-4 + softcap * LOG2_E * 2.0**-22)
+    free = replace(batch, softcap=0.0).run()
+    assert (free.float() - batch.run().float()).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("sm80", [False, True])
+@pytest.mark.parametrize("cache", [E4M3, E3M4], ids=CODES.get)
+@pytest.mark.parametrize("rows", [8, 0])
+def test_codes_that_are_no_numbers(rows: int, cache: torch.dtype, sm80: bool) -> None:
+    """A key's NaN is everywhere in what sees it, a value's in its element; no other row has it."""
+    kernels = """
+    {WeightFormat::kE4M3, 0, 0, &run_plain<E4M3>}, {WeightFormat::kE3M4, 0, 0, &run_plain<E3M4>},
+    tiled<E4M3, 64, 1>(WeightFormat::kE4M3), tiled<E3M4, 64, 1>(WeightFormat::kE3M4)"""
+    library = emulator.compile(SOURCE.replace("KERNELS", kernels), sm80=sm80)
+    for code in (0x7F, 0xFF):
+        batch = Batch.random([50, 50], [1, 1], 2, 1, cache=cache, rows=rows, library=library)
+        clean = batch.run()
+        block = int(batch.tables[0, 1])
+        batch.v.view(torch.uint8)[block, 3, 0, 17] = code
+        found = batch.run()
+        assert found[0, :, 17].isnan().all()
+        assert int(found.isnan().sum()) == 2
+        assert torch.equal(found[~found.isnan()], clean[~found.isnan()])
+        batch.k.view(torch.uint8)[block, 5, 0, 40] = code
+        found = batch.run()
+        assert found[0].isnan().all()
+        assert torch.equal(found[1], clean[1])
 
 
 @pytest.mark.parametrize("rows", [8, 0])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit import numerics
+from tests import reference
 from tests.cuda import emulator
 from tests.cuda.emulator import EmulatorError, Library, Order
 
@@ -27,9 +28,20 @@ __global__ void decode(const uint8_t* codes, uint32_t* pairs, float* factor) {
   *factor = Decode<Format>::kFactor;
 }
 
+template <class Format>
+__global__ void decode_any(const uint8_t* codes, uint32_t* pairs, float* factor) {
+  const Word2 quad = DecodeAny<Format>::quad(
+      codes[4 * threadIdx.x] | codes[4 * threadIdx.x + 1] << 8 | codes[4 * threadIdx.x + 2] << 16 |
+      static_cast<uint32_t>(codes[4 * threadIdx.x + 3]) << 24);
+  pairs[2 * threadIdx.x] = quad.word[0];
+  pairs[2 * threadIdx.x + 1] = quad.word[1];
+  *factor = DecodeAny<Format>::kFactor;
+}
+
+template <class Format>
 __global__ void encode(const float* x, uint16_t* pairs, int64_t count) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < count) pairs[i] = encode_pair(x[2 * i], x[2 * i + 1]);
+  if (i < count) pairs[i] = static_cast<uint16_t>(encode_pair<Format>(x[2 * i], x[2 * i + 1]));
 }
 
 template <class T>
@@ -134,9 +146,15 @@ DECODE(decode_e4m3, E4M3)
 DECODE(decode_e5m2, E5M2)
 DECODE(decode_e3m4, E3M4)
 
-extern "C" void encode_e4m3(const float* x, uint16_t* pairs, int64_t count) {
-  emulator::launch((count + 255) / 256, 256, 0, encode, x, pairs, count);
-}
+#define DECODE_AND_ENCODE(name, Format)                                              \
+  extern "C" void decode_any_##name(const uint8_t* codes, uint32_t* pairs, float* factor) { \
+    emulator::launch(1, 64, 0, decode_any<Format>, codes, pairs, factor);            \
+  }                                                                                  \
+  extern "C" void encode_##name(const float* x, uint16_t* pairs, int64_t count) {    \
+    emulator::launch((count + 255) / 256, 256, 0, encode<Format>, x, pairs, count);  \
+  }
+DECODE_AND_ENCODE(e4m3, E4M3)
+DECODE_AND_ENCODE(e3m4, E3M4)
 
 #define BY_TYPE(name, T)                                                                      \
   extern "C" void convert_##name(const float* x, T* narrowed, uint32_t* packed, float* halves, \
@@ -205,6 +223,17 @@ def test_all_codes_decode(variant: Library, name: str) -> None:
     assert torch.equal(pairs[finite].signbit(), expected[finite].signbit())
 
 
+@pytest.mark.parametrize("name", ["e4m3", "e3m4"])
+def test_all_codes_decode_with_nan_and_infinity(variant: Library, name: str) -> None:
+    codes = torch.arange(256).to(torch.uint8)
+    pairs, factor = torch.zeros(256, dtype=torch.float16), np.zeros(1, np.float32)
+    variant.call(f"decode_any_{name}", codes, pairs, factor)
+    expected = torch.from_numpy(reference.float8_values(name)).float()
+    torch.testing.assert_close(
+        pairs.float() * factor.item(), expected, rtol=0, atol=0, equal_nan=True
+    )
+
+
 def test_the_variants_differ() -> None:
     factors = []
     for sm80 in (False, True):
@@ -214,14 +243,15 @@ def test_the_variants_differ() -> None:
     assert factors == [1.0, 256.0]
 
 
-def test_encoding(variant: Library) -> None:
+@pytest.mark.parametrize(("name", "nan_code"), [("e4m3", 0x7F), ("e3m4", 0x78)])
+def test_encoding(variant: Library, name: str, nan_code: int) -> None:
     x = edge_values()
     codes = torch.zeros(x.numel(), dtype=torch.uint8)
-    variant.encode_e4m3(x, codes, x.numel() // 2)
-    expected = numerics.encode(x, numerics.E4M3).view(torch.uint8)
+    variant.call(f"encode_{name}", x, codes, x.numel() // 2)
+    expected = numerics.encode(x, numerics.FORMATS[name]).view(torch.uint8)
     nan = x.isnan()
     assert torch.equal(codes[~nan], expected[~nan])
-    assert torch.equal(codes[nan] & 0x7F, torch.full_like(codes[nan], 0x7F))
+    assert torch.equal(codes[nan] & 0x7F, torch.full_like(codes[nan], nan_code))
 
 
 @pytest.mark.parametrize("name", FLOATS)

@@ -19,16 +19,21 @@ from tests.cuda.emulator import Order
 
 E4M3 = torch.float8_e4m3fn
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-NAMES = {E4M3: "E4M3", BF16: "BFloat16", FP16: "Half", FP32: "float"}
+E3M4 = torch.uint8  # its codes
+CODES = {E4M3: "e4m3", E3M4: "e3m4"}
+NAMES = {E4M3: "E4M3", E3M4: "E3M4", BF16: "BFloat16", FP16: "Half", FP32: "float"}
 # What is stored from what; what is gathered as what.
 STORES = [(E4M3, BF16), (E4M3, FP16), (E4M3, FP32), (BF16, BF16), (FP16, BF16), (FP32, FP16)]
+STORES += [(E3M4, BF16), (E3M4, FP32)]
 GATHERS = [(E4M3, BF16), (E4M3, FP16), (E4M3, FP32), (BF16, BF16), (FP16, FP32), (FP32, FP16)]
+GATHERS += [(E3M4, BF16), (E3M4, FP32)]
 
 SOURCE = r"""
 #include "kv_cache.cuh"
 
 using namespace quantkit::cuda;
 using quantkit::BFloat16;
+using quantkit::E3M4;
 using quantkit::E4M3;
 using quantkit::Half;
 
@@ -43,7 +48,8 @@ struct Start {
 };
 
 struct Sizes {
-  int64_t tokens, heads, kv_heads, head_dim, slots, scales, key_stride, value_stride, aligned;
+  int64_t tokens, heads, kv_heads, head_dim, slots, scales, key_stride, value_stride, aligned,
+      rotary_dim, wide_norm;
 };
 
 template <class Cache, class T>
@@ -63,7 +69,7 @@ void run_append(const T* key, const T* value, uint8_t* keys, uint8_t* values, co
 }
 
 template <class Cache, class T>
-void run_rotated(const T* qkv, const T* q_norm, const T* k_norm, const T* cosine, const T* sine,
+void run_rotated(const T* qkv, const void* q_norm, const void* k_norm, const T* cosine, const T* sine,
                  T* query, uint8_t* keys, uint8_t* values, const float* k_scale,
                  const float* v_scale, const int64_t* slots, float eps, const Sizes& sizes) {
   RotatedCall<T> call{.qkv = qkv, .q_norm = q_norm, .k_norm = k_norm, .cosine = cosine,
@@ -76,18 +82,20 @@ void run_rotated(const T* qkv, const T* q_norm, const T* k_norm, const T* cosine
   call.heads = sizes.heads;
   call.kv_heads = sizes.kv_heads;
   call.head_dim = sizes.head_dim;
+  call.rotary_dim = sizes.rotary_dim;
   call.eps = eps;
+  call.wide_q_norm = call.wide_k_norm = sizes.wide_norm;
   call.aligned = sizes.aligned;
   start_append_rotated<Cache>(call, Start());
 }
 
 // The ops of rows.cuh that append_rotated does too.
-template <class T>
-void run_norm(const T* x, const T* weight, T* out, float eps, int64_t rows, int64_t columns) {
+template <class T, class Weight>
+void run_norm(const T* x, const Weight* weight, T* out, float eps, int64_t rows, int64_t columns) {
   RowCall<T> call{.x = x, .weight = weight, .out = out, .rows = rows, .columns = columns};
   call.eps = eps;
   call.aligned = is_aligned(call);
-  start_process_rows<RowSource::kValues, true, false>(call, Start());
+  start_process_rows<RowSource::kValues, true, false, Weight>(call, Start());
 }
 template <class T>
 void run_rotary(const T* x, const T* cosine, const T* sine, T* out, const Sizes& sizes) {
@@ -95,6 +103,7 @@ void run_rotary(const T* x, const T* cosine, const T* sine, T* out, const Sizes&
   call.x_stride = sizes.key_stride;
   call.heads = sizes.heads;
   call.head_dim = sizes.head_dim;
+  call.rotary_dim = sizes.rotary_dim;
   call.aligned = is_aligned(call);
   start_rotate(call, sizes.tokens, Start());
 }
@@ -115,7 +124,8 @@ void run_gather(const uint8_t* cache, const float* scale, const int32_t* blocks,
                                 const Sizes* sizes) {                                             \
     run_append<Cache>(key, value, keys, values, k_scale, v_scale, slots, *sizes);                 \
   }                                                                                               \
-  extern "C" void rotated_##name(const T* qkv, const T* q_norm, const T* k_norm, const T* cosine, \
+  extern "C" void rotated_##name(const T* qkv, const void* q_norm, const void* k_norm,            \
+                                 const T* cosine,                                                 \
                                  const T* sine, T* query, uint8_t* keys, uint8_t* values,         \
                                  const float* k_scale, const float* v_scale,                      \
                                  const int64_t* slots, float eps, const Sizes* sizes) {           \
@@ -131,6 +141,10 @@ void run_gather(const uint8_t* cache, const float* scale, const int32_t* blocks,
 #define ROWS(T)                                                                                   \
   extern "C" void norm_##T(const T* x, const T* weight, T* out, float eps, int64_t rows,          \
                            int64_t columns) {                                                     \
+    run_norm(x, weight, out, eps, rows, columns);                                                 \
+  }                                                                                               \
+  extern "C" void wide_norm_##T(const T* x, const float* weight, T* out, float eps, int64_t rows, \
+                                int64_t columns) {                                                \
     run_norm(x, weight, out, eps, rows, columns);                                                 \
   }                                                                                               \
   extern "C" void rotary_##T(const T* x, const T* cosine, const T* sine, T* out,                  \
@@ -169,6 +183,8 @@ class Sizes:
     key_stride: int
     value_stride: int
     aligned: bool
+    rotary_dim: int = 0
+    wide_norm: bool = False
 
     def tensor(self) -> Tensor:
         return torch.tensor([int(number) for number in astuple(self)])
@@ -184,11 +200,12 @@ def _stored(x: Tensor, cache: torch.dtype, scale: Tensor | None) -> Tensor:
     if scale is None:
         return x.to(cache)
     quotient = (x.float() / scale.view(-1, 1)).double().numpy()
-    return torch.from_numpy(reference.float8_encode(quotient, "e4m3")).view(E4M3)
+    return torch.from_numpy(reference.float8_encode(quotient, CODES[cache])).view(cache)
 
 
 def _scales(cache: torch.dtype, count: int) -> Tensor | None:
-    return torch.rand(count) * 0.02 + 0.001 if cache == E4M3 else None
+    least = {E4M3: 0.001, E3M4: 0.05}.get(cache)
+    return None if least is None else torch.rand(count) * 20 * least + least
 
 
 def _bits(x: Tensor) -> Tensor:
@@ -228,24 +245,28 @@ def test_append(
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-def test_append_encodes_every_kind_of_number(dtype: torch.dtype, aligned: bool) -> None:
+@pytest.mark.parametrize(("cache", "dtype"), [pair for pair in STORES if pair[0] in CODES])
+def test_append_encodes_every_kind_of_number(
+    cache: torch.dtype, dtype: torch.dtype, aligned: bool
+) -> None:
     """All exponents, subnormal codes, saturation, ties; NaN stays NaN."""
     key = (torch.randn(40, 3, 24) * torch.logspace(-6, 6, 40).view(-1, 1, 1)).to(dtype)
     key[7, 1, 3:5] = torch.tensor([torch.nan, -torch.inf])
     value = ((torch.arange(40 * 3 * 24).view(40, 3, 24) % 2048) * 2.0**-11 - 0.3).to(dtype)
-    caches = [_poisoned(40, 3, 24, E4M3) for _ in range(2)]
+    caches = [_poisoned(40, 3, 24, cache) for _ in range(2)]
     scale = torch.tensor([1.0, 0.75, 2.0**-9])
     sizes = Sizes(40, 0, 3, 24, 40, 3, 72, 72, aligned)
     slots = torch.arange(40).flip(0)
     LIBRARY.call(
-        f"append_{_name(E4M3, dtype)}", key, value, *caches, scale, scale, slots, sizes.tensor()
+        f"append_{_name(cache, dtype)}", key, value, *caches, scale, scale, slots, sizes.tensor()
     )
-    for x, cache in ((key, caches[0]), (value, caches[1])):
-        expected, stored = _bits(_stored(x, E4M3, scale)), _bits(cache[slots])
-        nan = (expected & 0x7F) == 0x7F
+    values = torch.from_numpy(reference.float8_values(CODES[cache]))
+    for x, filled in ((key, caches[0]), (value, caches[1])):
+        expected, stored = _bits(_stored(x, cache, scale)), _bits(filled[slots])
+        nan = values[expected.long()].isnan()
+        assert nan.sum() == x.isnan().sum()
         assert torch.equal(stored[~nan], expected[~nan])
-        assert ((stored[nan] & 0x7F) == 0x7F).all()
+        assert values[stored[nan].long()].isnan().all()
 
 
 @EVERY_STORE
@@ -254,15 +275,46 @@ def test_append_encodes_every_kind_of_number(dtype: torch.dtype, aligned: bool) 
 def test_rotary_append_is_its_steps_one_after_another(
     cache: torch.dtype, dtype: torch.dtype, head_dim: int, norm: bool, turn: bool, order: Order
 ) -> None:
+    _check_rotary_append(cache, dtype, head_dim, norm, turn, order, head_dim)
+
+
+@pytest.mark.parametrize(("cache", "dtype"), [(E4M3, BF16), (E3M4, BF16), (FP16, BF16)])
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 32), (80, 20), (100, 48), (264, 64)])
+@pytest.mark.parametrize("wide_norm", [False, True])
+def test_rotary_append_of_a_part_and_with_float32_norms(
+    cache: torch.dtype,
+    dtype: torch.dtype,
+    head_dim: int,
+    rotary_dim: int,
+    wide_norm: bool,
+    order: Order,
+) -> None:
+    _check_rotary_append(cache, dtype, head_dim, True, True, order, rotary_dim, wide_norm)
+
+
+def _check_rotary_append(
+    cache: torch.dtype,
+    dtype: torch.dtype,
+    head_dim: int,
+    norm: bool,
+    turn: bool,
+    order: Order,
+    rotary_dim: int,
+    wide_norm: bool = False,
+) -> None:
     tokens, heads, kv_heads, slots = 3, 4, 2, [6, -1, 0]
     qkv = torch.randn(tokens, heads + 2 * kv_heads, head_dim).to(dtype)
-    q_norm, k_norm = torch.rand(2, head_dim).to(dtype) + 0.5 if norm else (None, None)
-    cos, sin = torch.randn(2, tokens, head_dim).to(dtype) if turn else (None, None)
+    norm_type = FP32 if wide_norm else dtype
+    q_norm, k_norm = torch.rand(2, head_dim).to(norm_type) + 0.5 if norm else (None, None)
+    cos, sin = torch.randn(2, tokens, rotary_dim).to(dtype) if turn else (None, None)
     scales = _scales(cache, kv_heads), _scales(cache, 1)
     scales = (scales[0], None if scales[1] is None else scales[1].expand(kv_heads).contiguous())
     caches = [_poisoned(7, kv_heads, head_dim, cache) for _ in range(2)]
     out = torch.full((tokens, heads, head_dim), torch.nan).to(dtype)
-    sizes = Sizes(tokens, heads, kv_heads, head_dim, 7, kv_heads, 0, 0, head_dim % 16 == 0)
+    aligned = head_dim % 16 == 0 and rotary_dim % 8 == 0
+    sizes = Sizes(
+        tokens, heads, kv_heads, head_dim, 7, kv_heads, 0, 0, aligned, rotary_dim, wide_norm
+    )
     LIBRARY.order = order
     LIBRARY.call(
         f"rotated_{_name(cache, dtype)}",
@@ -282,18 +334,22 @@ def test_rotary_append_is_its_steps_one_after_another(
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
     out = torch.full_like(x, torch.nan, memory_format=torch.contiguous_format)
     rows = x.shape[0] * x.shape[1]
-    LIBRARY.call(f"norm_{NAMES[x.dtype]}", x.contiguous(), weight, out, 1e-6, rows, x.shape[2])
+    wide = "" if weight.dtype == x.dtype else "wide_"
+    LIBRARY.call(
+        f"{wide}norm_{NAMES[x.dtype]}", x.contiguous(), weight, out, 1e-6, rows, x.shape[2]
+    )
     return out
 
 
 def _rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """By the kernel, which must be what torch gives, rounding every step."""
     x, out = x.contiguous(), torch.full_like(x, torch.nan, memory_format=torch.contiguous_format)
-    sizes = Sizes(x.shape[0], x.shape[1], 0, x.shape[2], 0, 0, x.stride(0), 0, False)
+    sizes = Sizes(x.shape[0], x.shape[1], 0, x.shape[2], 0, 0, x.stride(0), 0, False, cos.shape[1])
     LIBRARY.call(f"rotary_{NAMES[x.dtype]}", x, cos, sin, out, sizes.tensor())
-    half = x.shape[2] // 2
-    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
-    assert torch.equal(out, x * cos.unsqueeze(1) + turned * sin.unsqueeze(1))
+    first, rest = x[..., : cos.shape[1]], x[..., cos.shape[1] :]
+    a, b = first.chunk(2, dim=-1)
+    turned = first * cos.unsqueeze(1) + torch.cat((-b, a), dim=-1) * sin.unsqueeze(1)
+    assert torch.equal(out, torch.cat((turned, rest), dim=-1))
     return out
 
 
@@ -305,24 +361,34 @@ def test_gather(
 ) -> None:
     used = -(-length // block_size)
     blocks = torch.randperm(used + 2).int()[:used]
-    stored = torch.randn(used + 2, block_size, heads, head_dim).mul(100).to(cache)
+    stored = torch.randn(used + 2, block_size, heads, head_dim).mul(100)
+    stored = _stored(stored, E3M4, torch.full((1,), 30.0)) if cache == E3M4 else stored.to(cache)
     scale = _scales(cache, heads)
     out = torch.full((length, heads, head_dim), torch.nan).to(dtype)
     LIBRARY.call(
         f"gather_{_name(cache, dtype)}",
         *(stored, scale, blocks, out, length, heads, head_dim, block_size, heads),
     )
-    values = stored[blocks.long()].flatten(0, 1)[:length].float()
+    values = stored[blocks.long()].flatten(0, 1)[:length]
+    if cache == E3M4:
+        values = torch.from_numpy(reference.float8_values("e3m4"))[values.long()]
+    values = values.float()
     expected = (values if scale is None else values * scale.view(-1, 1)).to(dtype)
     assert torch.equal(out, expected)
 
 
-def test_gather_decodes_every_code() -> None:
+@pytest.mark.parametrize("cache", CODES, ids=CODES.get)
+def test_gather_decodes_every_code(cache: torch.dtype) -> None:
+    """Also those of NaN and infinity, with and without the processor's conversions."""
     codes = torch.arange(256, dtype=torch.uint8)
-    codes[127], codes[255] = 0, 0  # NaN
     out = torch.empty(1, 1, 256)
     block = torch.zeros(1, dtype=torch.int32)
     for sm80 in (False, True):
-        library = emulator.compile(SOURCE + _expand("GATHER", [(E4M3, FP32)]), sm80=sm80)
-        library.call("gather_E4M3_float", codes, torch.ones(1), block, out, 1, 1, 256, 1, 1)
-        assert np.array_equal(out.flatten(), reference.float8_values("e4m3")[codes])
+        library = emulator.compile(
+            SOURCE + _expand("GATHER", [(E4M3, FP32), (E3M4, FP32)]), sm80=sm80
+        )
+        library.call(
+            f"gather_{_name(cache, FP32)}", codes, torch.ones(1), block, out, 1, 1, 256, 1, 1
+        )
+        expected = reference.float8_values(CODES[cache])[codes]
+        assert np.array_equal(out.flatten(), expected, equal_nan=True)

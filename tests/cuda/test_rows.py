@@ -35,8 +35,8 @@ const auto start = [](auto kernel, unsigned blocks, int threads, const auto&... 
 };
 
 // As in rows.cu; `shift` moves x off its place, as a slice of a tensor may be.
-template <RowSource kSource, bool kNorm, bool kCodes, class T>
-void run(const T* x, int64_t shift, const T* delta, const T* weight, T* sum, T* out, uint8_t* codes,
+template <RowSource kSource, bool kNorm, bool kCodes, class Weight, class T>
+void run(const T* x, int64_t shift, const T* delta, const Weight* weight, T* sum, T* out, uint8_t* codes,
          const float* scale, float* scales, int64_t rows, int64_t columns, float eps,
          int64_t activation) {
   RowCall<T> call{x + shift, delta, sum, weight, out, codes, scales, scale, rows, columns, eps,
@@ -47,9 +47,9 @@ void run(const T* x, int64_t shift, const T* delta, const T* weight, T* sum, T* 
   }
   call.aligned = is_aligned(call);
   if constexpr (kNorm) {
-    start_process_rows<kSource, kNorm, kCodes>(call, start);
+    start_process_rows<kSource, kNorm, kCodes, Weight>(call, start);
   } else if constexpr (kCodes) {
-    if (scale == nullptr) return start_process_rows<kSource, false, true>(call, start);
+    if (scale == nullptr) return start_process_rows<kSource, false, true, T>(call, start);
     start_map_rows<kSource, true>(call, start);
   } else {
     start_map_rows<kSource, false>(call, start);
@@ -63,8 +63,9 @@ __global__ void scales_for(const float* amax, float* scales, int64_t count) {
 
 }  // namespace
 
-#define ROWS(name, type, T, source, norm, codes)                                               \
-  extern "C" void name##_##type(const T* x, int64_t shift, const T* delta, const T* weight,    \
+#define ROWS(name, type, T, source, norm, codes) WEIGHTED(name, type, T, T, source, norm, codes)
+#define WEIGHTED(name, type, T, W, source, norm, codes)                                        \
+  extern "C" void name##_##type(const T* x, int64_t shift, const T* delta, const W* weight,    \
                                 T* sum, T* out, uint8_t* codes_, const float* scale,           \
                                 float* scales, int64_t rows, int64_t columns, float eps,       \
                                 int64_t activation) {                                          \
@@ -80,11 +81,20 @@ __global__ void scales_for(const float* amax, float* scales, int64_t count) {
   ROWS(gate_mul, type, T, kGated, false, false)                                                \
   ROWS(gate_mul_quantize, type, T, kGated, false, true)                                        \
   extern "C" void rotary_##type(const T* x, const T* cosine, const T* sine, T* out,            \
-                                int64_t stride, int64_t tokens, int64_t heads, int64_t dim) {  \
-    RotaryCall<T> call{x, cosine, sine, out, stride, heads, dim, false};                       \
+                                int64_t stride, int64_t tokens, int64_t heads, int64_t dim,    \
+                                int64_t rotary_dim) {                                          \
+    RotaryCall<T> call{x, cosine, sine, out, stride, heads, dim, rotary_dim, false};           \
     call.aligned = is_aligned(call);                                                           \
     start_rotate(call, tokens, start);                                                         \
   }
+// Of 16 bits with a norm's weight of float32.
+#define WIDE(type, T)                                                                          \
+  WEIGHTED(rms_norm, wide_##type, T, float, kValues, true, false)                              \
+  WEIGHTED(add_rms_norm, wide_##type, T, float, kSum, true, false)                             \
+  WEIGHTED(rms_norm_quantize, wide_##type, T, float, kValues, true, true)                      \
+  WEIGHTED(add_rms_norm_quantize, wide_##type, T, float, kSum, true, true)
+WIDE(bfloat16, BFloat16)
+WIDE(float16, Half)
 ALL(bfloat16, BFloat16)
 ALL(float16, Half)
 ALL(float32, float)
@@ -134,8 +144,9 @@ class Rows:
         else:
             results["out"] = torch.full((rows, columns), torch.nan, dtype=x.dtype)
         shifted = torch.cat([x.new_zeros(self.shift), x.flatten()])
+        wide = weight is not None and weight.dtype != x.dtype
         self.library.call(
-            f"{op}_{str(x.dtype).removeprefix('torch.')}",
+            f"{op}_{'wide_' if wide else ''}{str(x.dtype).removeprefix('torch.')}",
             shifted,
             self.shift,
             delta,
@@ -224,6 +235,30 @@ def test_add_rms_norm(plain_rows: Rows, width: int, dtype: str) -> None:
     fused = plain_rows("add_rms_norm", x, delta=delta, weight=weight)
     assert_same(fused["sum"], x + delta)
     assert_same(fused["out"], plain_rows("rms_norm", x + delta, weight=weight)["out"])
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norms_with_a_float32_weight(plain_rows: Rows, width: int, dtype: str) -> None:
+    """Rounded once, after the weight: half a step, where two roundings may be off by more."""
+    x, delta = torch.randn(2, 3, width).to(DTYPES[dtype])
+    weight = torch.randn(width)
+    out = plain_rows("rms_norm", x, weight=weight)["out"]
+    expected = reference.rms_norm(x.double().numpy(), weight.double().numpy(), EPS)
+    half_step = torch.finfo(DTYPES[dtype]).eps / 2
+    # What is above half a step is the float32 in between; atol: subnormal float16.
+    np.testing.assert_allclose(out.double().numpy(), expected, rtol=half_step + 1e-6, atol=6e-8)
+    exact = small_integers(3, width).to(DTYPES[dtype])
+    out = plain_rows("rms_norm", exact, weight=weight)["out"]
+    assert_same(out, (F.rms_norm(exact.float(), (width,), None, EPS) * weight).to(out.dtype))
+    added = plain_rows("add_rms_norm", x, delta=delta, weight=weight)
+    assert_same(added["sum"], x + delta)
+    assert_same(added["out"], plain_rows("rms_norm", x + delta, weight=weight)["out"])
+    for scale in (None, torch.tensor([0.01])):
+        fused = plain_rows("add_rms_norm_quantize", x, delta=delta, weight=weight, scale=scale)
+        compare(fused, {"sum": added["sum"], **quantized(added["out"], scale)})
+        alone = plain_rows("rms_norm_quantize", added["sum"], weight=weight, scale=scale)
+        compare(alone, quantized(added["out"], scale))
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -367,5 +402,25 @@ def test_rotary(
     for x in (wide[:, :heads], wide[:, :heads].contiguous()):
         out = torch.full((tokens, heads, dim), torch.nan, dtype=DTYPES[dtype])
         memory = wide if x.stride(0) == wide.stride(0) else x
-        library.call(f"rotary_{dtype}", memory, cosine, sine, out, x.stride(0), tokens, heads, dim)
+        sizes = (x.stride(0), tokens, heads, dim, dim)
+        library.call(f"rotary_{dtype}", memory, cosine, sine, out, *sizes)
         assert_same(out, rotary_by_steps(x, cosine, sine))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dim", "rotary_dim"), [(6, 2), (80, 32), (80, 20), (100, 48), (128, 64), (256, 64), (24, 0)]
+)
+def test_partial_rotary(
+    library: Library, order: Order, dim: int, rotary_dim: int, dtype: str
+) -> None:
+    """The first elements of a head turn, the others pass with their bits."""
+    library.order = order
+    tokens, heads = 3, 5
+    cosine, sine = torch.randn(2, tokens, rotary_dim).to(DTYPES[dtype])
+    x = torch.randn(tokens, heads, dim).to(DTYPES[dtype])
+    out = torch.full_like(x, torch.nan)
+    sizes = (x.stride(0), tokens, heads, dim, rotary_dim)
+    library.call(f"rotary_{dtype}", x, cosine, sine, out, *sizes)
+    turned = rotary_by_steps(x[..., :rotary_dim], cosine, sine)
+    assert_same(out, torch.cat((turned, x[..., rotary_dim:]), dim=-1))

@@ -263,6 +263,10 @@ inline Word4 load_once16(const void* address) { return load_aligned<Word4>(addre
 inline Word2 load_once8(const void* address) { return load_aligned<Word2>(address); }
 inline uint32_t load_once4(const void* address) { return load_aligned<uint32_t>(address); }
 
+inline Word4 load_written16(const void* address) { return load_aligned<Word4>(address); }
+inline Word2 load_written8(const void* address) { return load_aligned<Word2>(address); }
+inline uint32_t load_written4(const void* address) { return load_aligned<uint32_t>(address); }
+
 inline float as_float(uint32_t bits) { return bits_float(bits); }
 inline uint32_t as_bits(float value) { return float_bits(value); }
 
@@ -280,6 +284,11 @@ uint32_t pack2(float low, float high) {
 
 inline uint32_t choose_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   return __byte_perm(low, high, selector);
+}
+
+template <int kHalf>
+uint32_t widen_bytes(uint32_t bytes) {
+  return __byte_perm(bytes, 0, kHalf == 0 ? 0x9180 : 0xB3A2);
 }
 
 inline uint32_t decode_pair_e4m3(uint16_t codes) {
@@ -316,6 +325,8 @@ inline float exp2_flush(float x) {
   const float out = exp2f(x);
   return out < 0x1p-126f ? 0.0f : out;
 }
+
+inline float reciprocal_flush(float x) { return fabsf(x) < 0x1p-126f ? HUGE_VALF : 1.0f / x; }
 
 // The sixteen products of one output are exact in float32 (two significands of at most 11 bits);
 // they are added to c one by one in the order of k, each sum rounded to float32. The device adds
