@@ -69,7 +69,8 @@ void run_append(const T* key, const T* value, uint8_t* keys, uint8_t* values, co
 }
 
 template <class Cache, class T>
-void run_rotated(const T* qkv, const void* q_norm, const void* k_norm, const T* cosine, const T* sine,
+void run_rotated(const T* qkv, const void* q_norm, const void* k_norm,
+              const T* cosine, const T* sine,
                  T* query, uint8_t* keys, uint8_t* values, const float* k_scale,
                  const float* v_scale, const int64_t* slots, float eps, const Sizes& sizes) {
   RotatedCall<T> call{.qkv = qkv, .q_norm = q_norm, .k_norm = k_norm, .cosine = cosine,

@@ -36,7 +36,8 @@ const auto start = [](auto kernel, unsigned blocks, int threads, const auto&... 
 
 // As in rows.cu; `shift` moves x off its place, as a slice of a tensor may be.
 template <RowSource kSource, bool kNorm, bool kCodes, class Weight, class T>
-void run(const T* x, int64_t shift, const T* delta, const Weight* weight, T* sum, T* out, uint8_t* codes,
+void run(const T* x, int64_t shift, const T* delta, const Weight* weight, T* sum, T* out,
+         uint8_t* codes,
          const float* scale, float* scales, int64_t rows, int64_t columns, float eps,
          int64_t activation) {
   RowCall<T> call{x + shift, delta, sum, weight, out, codes, scales, scale, rows, columns, eps,

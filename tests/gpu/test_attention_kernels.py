@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.attention_ops import kv_append, paged_attention
+from quantkit.attention_ops import kv_append, paged_attention, rms_norm, rotary
 from quantkit.cache_ops import kv_gather, rotary_append
 from tests.gpu import oracles
 
@@ -140,3 +140,65 @@ def test_append_saturates() -> None:
     scale = torch.ones(1, device=DEVICE)
     kv_append(x, x, *caches, scale, scale, torch.tensor([3], device=DEVICE))
     assert caches[0][0, 3].float().abs().max() == 448
+
+
+@pytest.mark.parametrize("kind", [E4M3, torch.uint8], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 10])
+def test_caches_of_codes(kind: torch.dtype, dim: int) -> None:
+    """Append, gather and attention, against float64; what is no number is none in the result."""
+    name = "e4m3" if kind == E4M3 else "e3m4"
+    length, kv_heads, heads = 300, 2, 6
+    key, value = torch.randn(2, length, kv_heads, dim, device=DEVICE).bfloat16()
+    caches = [torch.zeros(20, 16, kv_heads, dim, device=DEVICE).to(kind) for _ in range(2)]
+    scale = torch.full((1,), 0.01 if kind == E4M3 else 0.3, device=DEVICE)
+    kv_append(key, value, *caches, scale, scale, torch.arange(length, device=DEVICE))
+    blocks = torch.arange(20, dtype=torch.int32, device=DEVICE)
+    read = [kv_gather(cache, scale, blocks, length, torch.float32) for cache in caches]
+    for got, cache, given in zip(read, caches, (key, value), strict=True):
+        codes = cache.view(torch.uint8).flatten(0, 1)[:length]
+        assert torch.equal(
+            got.double(), (oracles.code_values(codes, name) * scale.double()).float().double()
+        )
+        # Half a step: 2^-4 of an E4M3, 2^-5 of an E3M4; subnormal ones 2^-10 and 2^-7 of the scale.
+        relative, absolute = (2.0**-4, 2.0**-10) if kind == E4M3 else (2.0**-5, 2.0**-7)
+        allowed = given.abs().double() * relative + absolute * scale.double() * 1.01
+        assert ((got.double() - given.double()).abs() <= allowed).all()
+    query = torch.randn(1, heads, dim, device=DEVICE).bfloat16()
+    seen = torch.tensor([length], dtype=torch.int32, device=DEVICE)
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+
+    def run() -> Tensor:
+        return paged_attention(query, *caches, scale, scale, blocks[None], seen, starts, dim**-0.5)
+
+    exact = oracles.attention(query.double(), read[0].double(), read[1].double(), dim**-0.5, None)
+    allowed = 2.0**-8 * exact.abs() + 2.0**-10 * read[1].abs().max()
+    assert ((run().double() - exact).abs() <= allowed).all()
+    caches[1].view(torch.uint8)[2, 3, 0, 5] = 0x7F
+    assert run().isnan()[0].nonzero().tolist() == [[0, 5], [1, 5], [2, 5]]
+    caches[0].view(torch.uint8)[2, 3, 1, 5] = 0xFF
+    assert run()[0, 3:].isnan().all()
+
+
+@pytest.mark.parametrize("kind", [E4M3, torch.uint8, torch.bfloat16], ids=str)
+def test_rotary_append_of_a_part_with_float32_norms(kind: torch.dtype) -> None:
+    """The bits of its steps one after another."""
+    tokens, heads, kv_heads, dim = 9, 4, 2, 128
+    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, device=DEVICE).bfloat16()
+    norms = tuple(torch.rand(2, dim, device=DEVICE) + 0.5)
+    angles = tuple(torch.randn(2, tokens, 64, device=DEVICE).bfloat16())
+    scale = None if kind == torch.bfloat16 else torch.full((1,), 0.3, device=DEVICE)
+    slots = torch.arange(tokens, device=DEVICE)
+    caches, other = (
+        [torch.zeros(1, 16, kv_heads, dim, device=DEVICE).to(kind) for _ in range(2)]
+        for _ in range(2)
+    )
+    actual = rotary_append(qkv, *norms, 1e-6, angles, *caches, scale, scale, slots, heads)
+    query, key, value = qkv.split([heads, kv_heads, kv_heads], dim=1)
+    query, key = (
+        rotary(rms_norm(x.contiguous(), norm, 1e-6), *angles)
+        for x, norm in zip((query, key), norms, strict=True)
+    )
+    kv_append(key, value, *other, scale, scale, slots)
+    assert torch.equal(actual, query)
+    for cache, expected in zip(caches, other, strict=True):
+        assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))

@@ -81,3 +81,33 @@ def test_rotary(head_dim: int, dtype: torch.dtype) -> None:
     half = torch.randn(2, 5, head_dim // 2).to(dtype)
     cos, sin = torch.cat((half, half), dim=-1)
     same_bits(rotary(x.to(DEVICE), cos.to(DEVICE), sin.to(DEVICE)), rotary(x, cos, sin))
+
+
+@DTYPES
+@WIDTHS
+def test_norms_with_a_float32_weight(width: int, dtype: torch.dtype) -> None:
+    x, delta = torch.randn(2, 5, width).to(dtype)
+    weight = torch.rand(width) + 0.5
+    on_gpu = [tensor.to(DEVICE) for tensor in (x, delta, weight)]
+    total, normed = row_ops.add_rms_norm(*on_gpu, 1e-5)
+    same_bits(total, x + delta)
+    exact = total.double()
+    exact = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * on_gpu[2].double()
+    half_step = torch.finfo(dtype).eps / 2  # one rounding, and float32 before it
+    allowed = exact.abs() * (half_step + 1e-6) + 6e-8
+    assert ((normed.double() - exact).abs() <= allowed).all()
+    assert torch.equal(normed, rms_norm(total, on_gpu[2], 1e-5))
+    rows = row_ops.rms_norm_quantize(total, on_gpu[2], 1e-5, None)
+    expected = row_ops.quantize_rows(normed, None)
+    same_bits(rows.codes, expected.codes.cpu())
+    same_bits(rows.scales, expected.scales.cpu())
+
+
+@DTYPES
+@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(80, 32), (80, 20), (128, 64), (100, 48)])
+def test_partial_rotary(head_dim: int, rotary_dim: int, dtype: torch.dtype) -> None:
+    x = torch.randn(5, 6, head_dim, device=DEVICE).to(dtype)
+    cos, sin = torch.randn(2, 5, rotary_dim, device=DEVICE).to(dtype)
+    first, rest = x.split([rotary_dim, head_dim - rotary_dim], dim=-1)
+    turned = rotary(first.contiguous(), cos, sin)
+    same_bits(rotary(x, cos, sin), torch.cat((turned, rest), dim=-1).cpu())
