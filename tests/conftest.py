@@ -13,6 +13,7 @@ To build variants (other families, dtypes, shards) call the functions of `tests/
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,12 @@ from tests import tiny
 # The same examples in every run, and no time limits: CI machines are slow now and then.
 settings.register_profile("quantkit", derandomize=True, deadline=None)
 settings.load_profile("quantkit")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Let `pytest -k cases` find every test that carries a case's number, as in test_b01_..."""
+    if re.search(r"_b\d\d_|TestB\d\d", item.nodeid):
+        item.extra_keyword_matches.add("cases")
 
 
 @pytest.fixture(autouse=True)

@@ -34,6 +34,7 @@ from quantkit.shards import ShardReader
 from tests import checkpoints, reference, tiny
 from tests.checkpoints import reference_model
 
+CASES = "01 03 04 06 08 09 10 11 13 14 15 17 18 20 22 23 25 26 27 28 30 32 34 35 37 38 40 42 43 45"
 RECIPES = ["fp8-dynamic", "fp8-static", "fp8-block"]
 CEILING = 0.030
 """Relative Frobenius error of E4M3 by channel on Gaussian weights is 0.0251; cases allow 0.030."""
@@ -130,6 +131,14 @@ def assert_loads_everywhere(folder: Path) -> None:
 
 def relative_error(x: Tensor, y: Tensor) -> float:
     return float((x.double() - y.double()).norm() / x.double().norm())
+
+
+def test_every_case_has_a_test_that_carries_its_number() -> None:
+    found: set[str] = set()
+    for path in Path(__file__).parent.rglob("test_*.py"):
+        for line in re.findall(r"^ *(?:def test_|class TestB)\w+", path.read_text(), re.MULTILINE):
+            found.update(re.findall(r"(?:_b|TestB)(\d\d)", line))
+    assert found >= set(CASES.split())
 
 
 class TestB01TiedEmbeddings:
@@ -230,6 +239,22 @@ def test_b04_odd_dimensions(tmp_path: Path, run: Run, recipe: str, tiers: str | 
     assert_loads_everywhere(out)
     [completion] = load_fp8(out).generate_ids([tiny.random_ids(5).tolist()], max_new_tokens=8)
     assert 1 <= len(completion.ids) <= 8
+
+
+@pytest.mark.parametrize("recipe", ["fp8-dynamic", "fp8-static"])
+def test_b09_fused_projections_keep_names_shapes_and_one_scale_a_row(
+    tmp_path: Path, run: Run, recipe: str
+) -> None:
+    """By tensor there is one scale; by channel one a row of the fused matrix: 128 and 192."""
+    source = build(tmp_path / "model", "Phi3Config")
+    stored = tensors_of(run(source, recipe=recipe))
+    for name, rows in (("self_attn.qkv_proj", 128), ("mlp.gate_up_proj", 192)):
+        module = f"model.layers.0.{name}"
+        scales = {"fp8-dynamic": (rows, 1), "fp8-static": (1,)}
+        assert stored[f"{module}.weight"].shape == (rows, 64)
+        assert stored[f"{module}.weight_scale"].shape == scales[recipe]
+    assert not [name for name in stored if re.search(r"\.(q|k|v|gate|up)_proj\.", name)]
+    assert_loads_everywhere(tmp_path / "out")
 
 
 class TestB10AlreadyQuantized:

@@ -98,7 +98,7 @@ def test_column_amax_is_over_all_rows_of_all_weights() -> None:
 
 
 @KV_HEADS
-def test_factors_of_a_kv_head_go_to_the_query_heads_that_read_it(kv_heads: int) -> None:
+def test_b06_factors_of_a_kv_head_go_to_the_query_heads_that_read_it(kv_heads: int) -> None:
     heads = HeadGroups(HEADS, kv_heads, HEAD_DIM)
     factors = torch.arange(kv_heads * HEAD_DIM).float()
     expected = reference.repeat_kv_channels(factors.numpy(), HEADS, kv_heads, HEAD_DIM)
@@ -228,7 +228,7 @@ def smooth(model: Any, kv_heads: int, power_of_two: bool) -> None:
 
 @KV_HEADS
 @torch.no_grad()
-def test_smoothing_keeps_the_models_function(kv_heads: int) -> None:
+def test_b06_smoothing_keeps_the_models_function(kv_heads: int) -> None:
     model = llama(kv_heads, torch.float32)
     ids = tiny.random_ids(24)[None]
     before = model(ids).logits

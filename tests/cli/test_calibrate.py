@@ -158,7 +158,7 @@ def test_ctrl_c_ends_with_130_and_leaves_nothing(tiny_llama: Path, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
-class TestOffline:
+class TestB34Offline:
     """No network: local things work, others are refused within seconds (B34)."""
 
     PROXY = "http://127.0.0.1:9"  # nothing listens on the discard port

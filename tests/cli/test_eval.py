@@ -44,7 +44,7 @@ def test_json_is_one_object_and_equals_the_library(
     assert done.stderr.splitlines()[-1].startswith("evaluate 3/3")
 
 
-def test_an_exceeded_limit_is_code_1_with_the_numbers_printed(
+def test_b45_an_exceeded_limit_is_code_1_with_the_numbers_printed(
     tiny_checkpoint: Path, tiny_llama: Path, text: Path
 ) -> None:
     flags = ["--reference", tiny_llama, "--data", text, "--kv", "none", "--max-kl", "0"]
@@ -114,7 +114,7 @@ def test_what_cannot_be_measured_is_one_line_and_code_2(
     assert part in printed.err
 
 
-def test_a_broken_checkpoint_gives_no_number(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_b45_a_broken_checkpoint_gives_no_number(tiny_checkpoint: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(tiny_checkpoint, broken)
     weights = broken / "model.safetensors"

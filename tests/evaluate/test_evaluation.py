@@ -38,7 +38,7 @@ def from_model(model: Any) -> Callable[[list[int]], reference.Float64]:
 
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("stride", [8, 16, 31, 32])
-def test_perplexity_is_that_of_the_definition(
+def test_b43_perplexity_is_that_of_the_definition(
     stride: int, bos: bool, quantized: Path, text_file: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(quantized / "fp8", tmp_path / "fp8")

@@ -33,7 +33,7 @@ def scored(cutting: Cutting, text: Sequence[int]) -> list[int]:
 
 @pytest.mark.parametrize("prefix", PREFIXES[:2])
 @pytest.mark.parametrize("stride", [1, 8, 16, 31, 32])
-def test_every_token_but_the_first_is_scored_once(stride: int, prefix: tuple[int, ...]) -> None:
+def test_b43_every_token_but_the_first_is_scored_once(stride: int, prefix: tuple[int, ...]) -> None:
     cutting = Cutting(32, stride, prefix)
     positions = scored(cutting, TEXT)
     assert positions == list(range(0 if prefix else 1, 101))

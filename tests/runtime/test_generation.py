@@ -44,7 +44,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("values", SETTINGS)
-def test_a_batch_equals_single_prompts(values: dict[str, Any]) -> None:
+def test_b35_a_batch_equals_single_prompts(values: dict[str, Any]) -> None:
     batch = ids(run(FakeEngine(), PROMPTS, **values))
     for number, prompt in enumerate(PROMPTS):
         # Noise is keyed by the place in the batch, so keep the place: the others get no tokens.
@@ -55,7 +55,7 @@ def test_a_batch_equals_single_prompts(values: dict[str, Any]) -> None:
             assert ids(run(FakeEngine(), [prompt], **values)) == [batch[number]]
 
 
-def test_greedy_tokens_do_not_depend_on_the_order() -> None:
+def test_b35_greedy_tokens_do_not_depend_on_the_order() -> None:
     forward = ids(run(FakeEngine(), PROMPTS))
     assert ids(run(FakeEngine(), PROMPTS[::-1])) == forward[::-1]
 
