@@ -34,11 +34,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + head_dim / 2) of every head by its token's angles.
+    """Rotate the pairs (i, i + rotary_dim / 2) of every head by its token's angles.
 
     `x * cos + rotate_half(x) * sin` with rotate_half((a, b)) = (-b, a), every step rounded to
-    x.dtype, as transformers does. Shapes: x [num_tokens, heads, head_dim]; cos, sin
-    [num_tokens, head_dim], both halves of a row the same -> like x.
+    x.dtype, as transformers does. Features from rotary_dim on stay as they are.
+
+    Shapes: x [num_tokens, heads, head_dim]; cos, sin [num_tokens, rotary_dim], even and at most
+    head_dim, both halves of a row the same -> like x.
     """
     out: Tensor = torch.ops.quantkit.rotary(x, cos, sin)
     return out
@@ -171,10 +173,13 @@ def _rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @torch.library.impl("quantkit::rotary", "default")
 def _rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = x.shape[-1] // 2
+    turned = cos.shape[-1]
+    half = turned // 2
     # Negating sin's first half instead of x's second is exact, and leaves a plain roll.
     sin = torch.cat((-sin[:, :half], sin[:, half:]), dim=-1)
-    return x * cos.unsqueeze(1) + x.roll(half, dims=-1) * sin.unsqueeze(1)
+    first, rest = x[..., :turned], x[..., turned:]
+    out = first * cos.unsqueeze(1) + first.roll(half, dims=-1) * sin.unsqueeze(1)
+    return torch.cat((out, rest), dim=-1) if rest.shape[-1] else out
 
 
 @torch.library.impl("quantkit::kv_append", "default")

@@ -29,7 +29,7 @@ def rotary_append(
     """Normalize and rotate queries and keys, store keys and values, and return the queries.
 
     Shapes: qkv [num_tokens, heads + 2 * num_kv_heads, head_dim], contiguous; q_norm, k_norm
-    [head_dim], or None for no norm; angles cos and sin [num_tokens, head_dim], or None for no
+    [head_dim], or None for no norm; angles cos and sin [num_tokens, rotary_dim], or None for no
     rotation; caches, scales and slots as in `attention_ops.kv_append` -> [num_tokens, heads,
     head_dim].
     """

@@ -91,7 +91,7 @@ def decoder_step(
 
     Shapes: hidden [num_tokens, hidden_size]; caches, four for each layer: keys and values, float32
     scales or empty tensors, see `quantkit.attention_ops`, as for all that points into them; angles
-    cos and sin [sets * num_tokens, head_dim], all tokens of a set together; activation a key of
+    cos and sin [sets * num_tokens, rotary_dim], all tokens of a set together; activation a key of
     `quantkit.ops.ACTIVATIONS` -> like hidden. All in hidden's dtype but codes, scales, and the
     weights of norms, which may be float32 (see `rms_norm`).
     """
@@ -163,7 +163,7 @@ def decoder_step_reference(
     activation: str,
 ) -> Tensor:
     """Run one op after another; the op's arguments, see `decoder_step`."""
-    head_dim = cos.shape[-1]
+    head_dim = caches[0].shape[-1]
     tokens = hidden.shape[0]
     for layer in range(len(numbers) // 6):
         w = weights[18 * layer : 18 * layer + 18]

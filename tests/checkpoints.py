@@ -85,6 +85,11 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3": partial(_config, "Qwen3Config", head_dim=24),
     "smollm3": partial(_config, "SmolLM3Config", no_rope_layers=[1, 0]),
     "phi3": partial(_config, "Phi3Config", sliding_window=5),
+    "phi3-partial": partial(
+        _config,
+        "Phi3Config",
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ),
     "granite": partial(
         _config,
         "GraniteConfig",
@@ -116,11 +121,6 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "gpt-neox": partial(_config, "GPTNeoXConfig"),
     "phi": partial(_config, "PhiConfig", partial_rotary_factor=0.5),
     "gemma2": partial(_config, "Gemma2Config", head_dim=16, sliding_window=5),
-    "phi3-partial": partial(
-        _config,
-        "Phi3Config",
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    ),
     "llama-rope-dynamic": partial(
         _config,
         "LlamaConfig",

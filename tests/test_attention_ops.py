@@ -65,6 +65,18 @@ def test_rms_norm_rounds_before_the_weight_as_transformers_does() -> None:
     assert torch.equal(rms_norm(x, module.weight.data, 1e-6), module(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("turned", [2, 6, 12, 24, 36, 40])
+def test_rotary_turns_the_first_features_only(dtype: torch.dtype, turned: int) -> None:
+    from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
+
+    x = torch.randn(5, 3, 40).to(dtype)
+    cos, sin = torch.randn(2, 5, turned // 2).repeat(1, 1, 2).to(dtype)
+    heads_first = x.transpose(0, 1).unsqueeze(0)
+    expected, _ = apply_rotary_pos_emb(heads_first, heads_first, cos[None], sin[None])
+    assert torch.equal(rotary(x, cos, sin), expected[0].transpose(0, 1))
+
+
 @pytest.mark.parametrize("start", [0, 1000])
 def test_rotary_matches_the_oracle(start: int) -> None:
     x = torch.randn(5, 3, HEAD_DIM)

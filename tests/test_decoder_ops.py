@@ -28,11 +28,12 @@ class Case:
     caches: list[Tensor]
     counts: list[int]
     lengths: list[int]
+    turned: int = HEAD_DIM
 
     def arguments(self) -> dict[str, Any]:
         tokens = sum(self.counts)
         generator = torch.Generator().manual_seed(7)
-        angles = torch.randn(2 * tokens, HEAD_DIM, generator=generator).to(self.dtype)
+        angles = torch.randn(2 * tokens, self.turned, generator=generator).to(self.dtype)
         slots = [
             32 * sequence + at
             for sequence, (count, length) in enumerate(zip(self.counts, self.lengths, strict=True))
@@ -68,6 +69,7 @@ def make(
     kv: str = "fp8",
     qk_norm: bool = False,
     dense: bool = False,
+    turned: int = HEAD_DIM,
     norms: str = "",  # "sandwich": also of what is added, in float32; "after": of that alone
 ) -> Case:
     torch.manual_seed(0)
@@ -106,7 +108,7 @@ def make(
         else:
             scales = torch.rand(2, KV_HEADS if kv == "fp8-head" else 1) + 0.5
             caches += [*stored.to(torch.float8_e4m3fn), *scales]
-    return Case(dtype, layers, caches, counts, lengths)
+    return Case(dtype, layers, caches, counts, lengths, turned)
 
 
 def plain(arguments: dict[str, Any]) -> Tensor:
@@ -123,7 +125,7 @@ def plain(arguments: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize(
     "options",
     [{}, {"kv": "fp8-head"}, {"kv": "none"}, {"qk_norm": True}, {"dense": True},
-     {"norms": "sandwich", "qk_norm": True}, {"norms": "after"}],
+     {"norms": "sandwich", "qk_norm": True}, {"norms": "after"}, {"turned": 10}],
     ids=str,
 )  # fmt: skip
 def test_a_step_is_the_same_bits_as_one_op_at_a_time(

@@ -16,4 +16,20 @@ inline void check_rows(const char* op, const char* argument, const Tensor& tenso
   check_side_by_side(op, argument, tensor);
 }
 
+// The leading features of each head that cos and sin turn, [rows, rotary_dim].
+inline int64_t checked_angles(const char* op, const Tensor& cos, const Tensor& sin,
+                              int64_t head_dim, const Tensor& x) {
+  const int64_t turned = cos.size(1);
+  check_shape(op, "sin", sin, "cos's", {cos.size(0), turned});
+  if (turned % 2 != 0 || turned > head_dim) {
+    fail(op, "cos", "of even rotary_dim up to " + std::to_string(head_dim),
+         shape_text(cos.sizes()));
+  }
+  for (const Tensor& angles : {cos, sin}) {
+    check_layout(op, "cos and sin", angles);
+    check_same_dtype(op, "cos and sin", angles, x);
+  }
+  return turned;
+}
+
 }  // namespace quantkit

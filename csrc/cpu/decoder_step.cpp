@@ -44,6 +44,7 @@ enum LayerNumber {
 struct Sizes {
   int64_t tokens, hidden, heads, kv_heads, head_dim;
   int64_t angles;  // sets of them
+  int64_t turned;  // features of a head that they turn
   FloatType type;
 
   int64_t item() const { return bytes_of(type); }
@@ -72,7 +73,7 @@ struct Step {
   Sizes sizes;
   float eps;
   float softmax_scale;
-  const char* cosine;  // [sets, tokens, head_dim]
+  const char* cosine;  // [sets, tokens, turned]
   const char* sine;
   const int64_t* slots;
   AttentionBatch batch;
@@ -211,10 +212,10 @@ void attention(const Step& step, const Layer& layer, const Tensor& tables, const
   norm_heads(step, work.qkv, sizes.heads, layer.query_norm);
   norm_heads(step, keys, sizes.kv_heads, layer.key_norm);
   if (layer.angles > 0) {
-    const int64_t at = (layer.angles - 1) * sizes.tokens * sizes.head_dim * sizes.item();
+    const int64_t at = (layer.angles - 1) * sizes.tokens * sizes.turned * sizes.item();
     const RotaryTask task{work.qkv,    work.qkv,    step.cosine + at, step.sine + at, sizes.type,
                           sizes.qkv(), sizes.qkv(), sizes.heads + sizes.kv_heads,
-                          sizes.head_dim};
+                          sizes.head_dim, sizes.turned};
     cpu_kernels().rotary(task, 0, sizes.tokens);
   }
   append(step, layer.cache.append_keys(), keys);
@@ -249,31 +250,31 @@ void run_layer(const Step& step, const Layer& layer, const Tensor& tables, bool 
   norm_delta(step, work.delta, layer.mlp_norm, team);
 }
 
-Sizes checked_sizes(const Tensor& hidden, int64_t heads, int64_t kv_heads, const Tensor& cosine,
-                    const Tensor& sine) {
+// The size of a head is the caches'; every layer's is compared with it.
+Sizes checked_sizes(const Tensor& hidden, int64_t heads, int64_t kv_heads, const Tensor& keys,
+                    const Tensor& cosine, const Tensor& sine) {
   check_shape(kOp, "hidden", hidden, "[num_tokens, hidden]", {-1, -1});
   check_layout(kOp, "hidden", hidden);
   if (kv_heads < 1 || heads < kv_heads || heads % kv_heads != 0) {
     fail(kOp, "heads", "a multiple of kv_heads", std::to_string(heads));
   }
-  for (const Tensor& angles : {cosine, sine}) {
-    check_shape(kOp, "cos and sin", angles, "[sets * num_tokens, head_dim]", {-1, -1});
-    check_layout(kOp, "cos and sin", angles);
-    check_same_dtype(kOp, "cos and sin", angles, hidden);
-  }
-  check_shape(kOp, "sin", sine, "cos's", {cosine.size(0), cosine.size(1)});
+  check_shape(kOp, "k_cache", keys, "[blocks, block_size, kv_heads, head_dim]",
+              {-1, -1, kv_heads, -1});
+  check_shape(kOp, "cos", cosine, "[sets * num_tokens, rotary_dim]", {-1, -1});
+  const int64_t turned = checked_angles(kOp, cosine, sine, keys.size(3), hidden);
   const int64_t tokens = hidden.size(0);
   // Without tokens any number of sets is empty.
   const int64_t sets = tokens > 0 ? cosine.size(0) / tokens : INT32_MAX;
   if (sets < 1 || sets * tokens != cosine.size(0)) {
-    fail(kOp, "cos and sin", "[sets * num_tokens, head_dim]", shape_text(cosine.sizes()));
+    fail(kOp, "cos", "[sets * num_tokens, rotary_dim]", shape_text(cosine.sizes()));
   }
   return {tokens,
           hidden.size(1),
           heads,
           kv_heads,
-          cosine.size(1),
+          keys.size(3),
           sets,
+          turned,
           float_type(kOp, "hidden", hidden.scalar_type())};
 }
 
@@ -284,7 +285,6 @@ Tensor decoder_step(Tensor hidden, std::vector<Tensor> weights, std::vector<Tens
                     Tensor slots, Tensor block_tables, Tensor lengths, Tensor query_starts,
                     int64_t heads, int64_t kv_heads, double eps, double softmax_scale,
                     std::string activation) {
-  const Sizes sizes = checked_sizes(hidden, heads, kv_heads, cos, sin);
   const size_t count = weights.size() / kLayerTensors;
   if (count == 0 || weights.size() != count * kLayerTensors ||
       caches.size() != count * kCacheTensors || numbers.size() != count * kLayerNumbers) {
@@ -292,6 +292,7 @@ Tensor decoder_step(Tensor hidden, std::vector<Tensor> weights, std::vector<Tens
          std::to_string(weights.size()) + ", " + std::to_string(caches.size()) + " and " +
              std::to_string(numbers.size()));
   }
+  const Sizes sizes = checked_sizes(hidden, heads, kv_heads, caches[kKeys], cos, sin);
   const Activation act = activation_named(kOp, activation);
   std::vector<Layer> layers;
   layers.reserve(count);

@@ -103,7 +103,7 @@ void gate(const GateTask& task, int64_t begin, int64_t end) {
   }
 }
 
-// One head: the pairs (i, i + head_dim / 2). Products and sums are rounded one by one.
+// The turning features of a head: the pairs (i, i + half). Products and sums are rounded one by one.
 template <class Isa, class T>
 inline void rotate_head(const T* x, const T* cosine, const T* sine, int64_t half, T* out) {
   using Lanes = typename Isa::Lanes;
@@ -127,12 +127,16 @@ inline void rotate_head(const T* x, const T* cosine, const T* sine, int64_t half
 template <class Isa, class T>
 void rotary_typed(const RotaryTask& task, int64_t begin, int64_t end) {
   for (int64_t token = begin; token < end; ++token) {
-    const T* cosine = static_cast<const T*>(task.cosine) + token * task.head_dim;
-    const T* sine = static_cast<const T*>(task.sine) + token * task.head_dim;
+    const T* cosine = static_cast<const T*>(task.cosine) + token * task.turned;
+    const T* sine = static_cast<const T*>(task.sine) + token * task.turned;
     for (int64_t head = 0; head < task.heads; ++head) {
       const T* x = static_cast<const T*>(task.x) + token * task.x_stride + head * task.head_dim;
       T* out = static_cast<T*>(task.out) + token * task.out_stride + head * task.head_dim;
-      rotate_head<Isa>(x, cosine, sine, task.head_dim / 2, out);
+      rotate_head<Isa>(x, cosine, sine, task.turned / 2, out);
+      if (x != out) {
+        __builtin_memcpy(out + task.turned, x + task.turned,
+                         (task.head_dim - task.turned) * sizeof(T));
+      }
     }
   }
 }

@@ -64,11 +64,12 @@ struct GateTask {
 struct RotaryTask {
   const void* x;       // token t, head h at t * x_stride + h * head_dim
   void* out;           // alike with out_stride; may be x
-  const void* cosine;  // [tokens, head_dim], of x's type
+  const void* cosine;  // [tokens, turned], of x's type
   const void* sine;
   FloatType type;
   int64_t x_stride, out_stride;  // elements
   int64_t heads, head_dim;
+  int64_t turned;  // leading features of a head that turn; the others are copied
 };
 
 // One of keys and values: rows to their slots, as E4M3 codes of x / scale or in a float type.

@@ -96,12 +96,8 @@ Tensor rotary(Tensor x, Tensor cos, Tensor sin) {
   const int64_t tokens = x.size(0);
   task.heads = x.size(1);
   task.head_dim = x.size(2);
-  if (task.head_dim % 2 != 0) fail(op, "x", "of even head_dim", shape_text(x.sizes()));
-  for (const auto& [name, angles] : {std::pair{"cos", cos}, std::pair{"sin", sin}}) {
-    check_shape(op, name, angles, "[num_tokens, head_dim]", {tokens, task.head_dim});
-    check_layout(op, name, angles);
-    check_same_dtype(op, name, angles, x);
-  }
+  check_shape(op, "cos", cos, "[num_tokens, rotary_dim]", {tokens, -1});
+  task.turned = checked_angles(op, cos, sin, task.head_dim, x);
   Tensor out = torch::stable::new_empty(x, x.sizes());
   if (out.numel() == 0) return out;
   task.x = x.const_data_ptr();

@@ -299,7 +299,7 @@ def model_shape(config: Any) -> ModelShape:
 def rotary_frequencies(config: Any) -> list[tuple[Tensor, float]]:
     """Return of each rotation, as `ModelShape.rotary` numbers them, its frequencies and factor.
 
-    Shapes: float32 [head_dim / 2], radians per position of each pair; the factor is on cos and sin.
+    Shapes: float32 [rotary_dim / 2], radians per position of each pair; the factor is on cos and sin.
     """
     return [
         _frequencies(config, kind, parameters) for kind, parameters in _rotations(config).items()
@@ -313,8 +313,9 @@ def _frequencies(
 
     kind = parameters["rope_type"]
     if kind == "default":
-        head_dim = _head_dim(config)
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        share = parameters.get("partial_rotary_factor", 1.0)
+        rotary_dim = int(_head_dim(config) * share)
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
     options = {} if layer_type is None else {"layer_type": layer_type}
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, **options)
@@ -338,8 +339,6 @@ def _check_rope(parameters: Mapping[str, Any]) -> None:
     kind = parameters.get("rope_type")
     if kind not in ROPE_TYPES:
         raise UnsupportedError(f"rope_type {kind!r} is not known")
-    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedError("partial_rotary_factor is not known")
 
 
 def _windows(config: Any, family: Family) -> tuple[int | None, ...]:

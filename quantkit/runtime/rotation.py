@@ -9,7 +9,7 @@ from torch import Tensor
 class Rotation:
     """Angles of the rotary embedding, in tables that grow with the longest sequence.
 
-    `frequencies` are radians per position of each pair, float32 [head_dim / 2]; `factor` multiplies
+    `frequencies` are radians per position of each pair, float32 [rotary_dim / 2]; `factor` multiplies
     cos and sin.
     """
 
@@ -19,7 +19,7 @@ class Rotation:
         self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
     def at(self, positions: Tensor, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each [num_tokens, head_dim], of positions below `end`."""
+        """Return cos and sin, each [num_tokens, rotary_dim], of positions below `end`."""
         if positions.is_cuda:  # a recorded graph must not read a table that may be replaced
             return self._compute(positions, dtype)
         cos, sin = self._tables.get(dtype) or self._table(256, dtype)
