@@ -6,8 +6,9 @@ the same bits whatever else is in the call, and in float32 until one rounding at
 matrix unit, which is for bfloat16 queries, do the weights of values have 16 bits. Linear ops
 are in `quantkit.ops`. Which sequence owns which block of the cache is decided by the caller.
 
-A cache holds E4M3 codes together with float32 scales, [1] or [num_kv_heads], or, without scales,
-plain values in any float dtype. Its layout is [num_blocks, block_size, num_kv_heads, head_dim].
+A cache holds codes together with float32 scales, [1] or [num_kv_heads]: float8_e4m3fn, or uint8,
+which means E3M4. Without scales it holds plain values in any float dtype. Its layout is
+[num_blocks, block_size, num_kv_heads, head_dim].
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 import quantkit.extension  # noqa: F401 - adds the C++ kernels
 from quantkit.errors import UnsupportedError
-from quantkit.numerics import E4M3, encode
+from quantkit.numerics import E3M4, E4M3, Format, decode, encode
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -57,7 +58,7 @@ def kv_append(
 ) -> None:
     """Write the keys and values of new tokens into the cache, in place.
 
-    With scales, as E4M3 codes of `x / scale`, saturating; without, cast to the cache's dtype.
+    With scales, as codes of `x / scale`, saturating; without, cast to the cache's dtype.
 
     Shapes: key, value [num_tokens, num_kv_heads, head_dim]; slots int64 [num_tokens], each
     `block * block_size + offset`, all different.
@@ -76,12 +77,14 @@ def paged_attention(
     query_starts: Tensor,
     softmax_scale: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend from the newest tokens of several sequences to everything their caches hold.
 
     The queries of sequence s are rows query_starts[s] to query_starts[s + 1] and stand at its last
     positions; each sees itself and what is before it, or with a window of w the last w of these.
-    Head h reads KV head `h // (heads / num_kv_heads)`. float32 inside.
+    Head h reads KV head `h // (heads / num_kv_heads)`. With a `softcap`, above 0, a score is
+    `softcap * tanh(q . k * softmax_scale / softcap)`, as in Gemma 2. float32 inside.
 
     Shapes: query [num_tokens, heads, head_dim]; block_tables int32 [num_sequences, max_blocks],
     the blocks of each sequence in order; lengths int32 [num_sequences], stored tokens including
@@ -98,18 +101,26 @@ def paged_attention(
         query_starts,
         softmax_scale,
         sliding_window,
+        softcap,
     )
     return out
 
 
 def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, softmax_scale: float, sliding_window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    softmax_scale: float,
+    sliding_window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Attend within one sequence whose keys are at hand; the queries are its last positions.
 
     Shapes: query [num_queries, heads, head_dim]; key, value [length, num_kv_heads, head_dim], all
     of one float dtype, which all sums are rounded to -> like query.
     """
+    if softcap is not None:
+        return _capped_attention(query, key, value, softmax_scale, sliding_window, softcap)
     if query.shape[0] == 1:
         return _single_query(query, key, value, softmax_scale, sliding_window)
     num_queries, length = query.shape[0], key.shape[0]
@@ -136,6 +147,26 @@ def causal_attention(
     return out.squeeze(0).transpose(0, 1)
 
 
+def _capped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    softmax_scale: float,
+    sliding_window: int | None,
+    softcap: float,
+) -> Tensor:
+    """Attend with capped scores, which torch's own kernels do not know. Shapes as above."""
+    num_queries, (length, kv_heads, head_dim) = query.shape[0], key.shape
+    grouped = query.reshape(num_queries, kv_heads, -1, head_dim) * softmax_scale
+    scores = torch.einsum("qkgd,lkd->kgql", grouped, key).div_(softcap).tanh_().mul_(softcap)
+    seen = torch.ones(num_queries, length, dtype=torch.bool, device=query.device)
+    seen = seen.tril(length - num_queries)
+    if sliding_window is not None:
+        seen = seen.triu(length - num_queries - sliding_window + 1)
+    weights = scores.masked_fill_(~seen, -torch.inf).softmax(dim=-1)
+    return torch.einsum("kgql,lkd->qkgd", weights, value).reshape(query.shape)
+
+
 def _single_query(
     query: Tensor, key: Tensor, value: Tensor, softmax_scale: float, sliding_window: int | None
 ) -> Tensor:
@@ -159,7 +190,7 @@ torch.library.define(
     "quantkit::paged_attention",
     "(Tensor query, Tensor k_cache, Tensor v_cache, Tensor? k_scale, Tensor? v_scale,"
     " Tensor block_tables, Tensor lengths, Tensor query_starts, float softmax_scale,"
-    " int? sliding_window) -> Tensor",
+    " int? sliding_window, float? softcap=None) -> Tensor",
 )
 
 
@@ -193,7 +224,8 @@ def _kv_append_reference(
     slots: Tensor,
 ) -> None:
     for x, cache, scale in ((key, k_cache, k_scale), (value, v_cache, v_scale)):
-        stored = x if scale is None else encode(x.float() / scale.view(-1, 1), E4M3)
+        fmt = stored_format("kv_append", cache, scale)
+        stored = x if fmt is None else encode(x.float() / _column(scale), fmt)
         # Indexing is not implemented for float8, and needs to know nothing about it.
         _bytes(cache).flatten(0, 1)[slots] = _bytes(stored.to(cache.dtype))
 
@@ -209,54 +241,65 @@ def _paged_attention_reference(
     query_starts: Tensor,
     softmax_scale: float,
     sliding_window: int | None,
+    softcap: float | None = None,
 ) -> Tensor:
+    if softcap is not None and not softcap > 0:
+        raise UnsupportedError(f"paged_attention: softcap must be above 0, got {softcap:f}")
     starts = query_starts.tolist()
     # Scaling the few queries and outputs is equal to scaling all keys and values, and cheaper.
-    scaled = query.float() * _per_head(k_scale, k_cache, query.shape[1])
+    formats = [
+        stored_format("paged_attention", cache, scale)
+        for cache, scale in ((k_cache, k_scale), (v_cache, v_scale))
+    ]
+    scaled = query.float() * _per_head(k_scale, query.shape[1])
     out = torch.empty_like(scaled)
     for number, length in enumerate(lengths.tolist()):
         blocks = block_tables[number, : -(-length // k_cache.shape[1])]
         rows = slice(starts[number], starts[number + 1])
         out[rows] = causal_attention(
             scaled[rows],
-            _gather(k_cache, blocks)[:length],
-            _gather(v_cache, blocks)[:length],
+            _gather(k_cache, blocks, formats[0])[:length],
+            _gather(v_cache, blocks, formats[1])[:length],
             softmax_scale,
             sliding_window,
+            softcap,
         )
-    return (out * _per_head(v_scale, v_cache, query.shape[1])).to(query.dtype)
+    return (out * _per_head(v_scale, query.shape[1])).to(query.dtype)
 
 
 torch.library.impl("quantkit::paged_attention", "default")(_paged_attention_reference)
 
 
-def _gather(cache: Tensor, blocks: Tensor) -> Tensor:
-    """Return some blocks as float32 [tokens, num_kv_heads, head_dim]; codes as `code / 2^8`.
+def stored_format(op: str, cache: Tensor, scale: Tensor | None) -> Format | None:
+    """Return the format of a cache's codes, None for plain values.
 
-    The exponent and mantissa of E4M3, moved to where float16 has its own, are that number, also
-    for subnormals. Ten times faster than torch's cast, and this runs per layer and token.
+    Raises UnsupportedError unless codes, and only they, have a scale.
     """
-    stored = _bytes(cache).index_select(0, blocks).flatten(0, 1)
-    if cache.dtype != torch.float8_e4m3fn:
-        return stored.float()
-    half = stored.view(torch.int8).to(torch.int16).mul_(128).bitwise_and_(~0x4000)
-    return half.view(torch.float16).float()
-
-
-def _per_head(scale: Tensor | None, cache: Tensor, heads: int) -> Tensor | float:
-    """Return what to multiply by for each query head, given what `_gather` gives."""
-    if (scale is None) == (cache.dtype == torch.float8_e4m3fn):
+    fmt = {E4M3.dtype: E4M3, E3M4.dtype: E3M4}.get(cache.dtype)
+    if (scale is None) != (fmt is None):
         dtype = str(cache.dtype).removeprefix("torch.")
         raise UnsupportedError(
-            "paged_attention: the cache must be float8_e4m3fn if and only if there are scales, got "
+            f"{op}: the cache must be float8_e4m3fn or uint8 if and only if there are scales, got "
             f"{dtype}"
         )
-    if scale is None:
-        return 1.0
-    scale = scale * 256.0
-    if scale.numel() > 1:
+    return fmt
+
+
+def _gather(cache: Tensor, blocks: Tensor, fmt: Format | None) -> Tensor:
+    """Return some blocks as float32 [tokens, num_kv_heads, head_dim]; codes without their scale."""
+    stored = _bytes(cache).index_select(0, blocks).flatten(0, 1)
+    return stored.float() if fmt is None else decode(stored.view(fmt.dtype), fmt)
+
+
+def _per_head(scale: Tensor | None, heads: int) -> Tensor | float:
+    """Return what to multiply by for each query head."""
+    if scale is not None and scale.numel() > 1:
         scale = scale.repeat_interleave(heads // scale.numel())
-    return scale.view(-1, 1)
+    return _column(scale)
+
+
+def _column(scale: Tensor | None) -> Tensor | float:
+    return 1.0 if scale is None else scale.view(-1, 1)
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from quantkit.attention_ops import kv_append, rms_norm, rotary
+from quantkit.attention_ops import kv_append, rms_norm, rotary, stored_format
+from quantkit.numerics import decode
 
 
 def rotary_append(
@@ -97,10 +98,11 @@ def _rotary_append_reference(
 def _kv_gather_reference(
     cache: Tensor, scale: Tensor | None, blocks: Tensor, length: int, dtype: torch.dtype
 ) -> Tensor:
-    if scale is None:
+    fmt = stored_format("kv_gather", cache, scale)
+    if fmt is None or scale is None:
         return cache.index_select(0, blocks).flatten(0, 1)[:length].to(dtype)
     codes = cache.view(torch.uint8).index_select(0, blocks).flatten(0, 1)[:length]
-    return (codes.view(cache.dtype).float() * scale.view(-1, 1)).to(dtype)
+    return (decode(codes.view(fmt.dtype), fmt) * scale.view(-1, 1)).to(dtype)
 
 
 def _rotary_append_fake(

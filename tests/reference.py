@@ -166,7 +166,12 @@ def rotary(x: Float64, positions: NDArray[np.int64], frequencies: Float64) -> Fl
 
 
 def attention(
-    query: Float64, key: Float64, value: Float64, softmax_scale: float, window: int | None = None
+    query: Float64,
+    key: Float64,
+    value: Float64,
+    softmax_scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Float64:
     """Return causal attention, one query and one head at a time.
 
@@ -180,6 +185,8 @@ def attention(
         start = 0 if window is None else max(0, end - window)
         for head in range(query.shape[1]):
             scores = key[start:end, head // groups] @ query[row, head] * softmax_scale
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
             weights = np.exp(scores - scores.max())
             out[row, head] = weights / weights.sum() @ value[start:end, head // groups]
     return out

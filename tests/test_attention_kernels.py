@@ -17,6 +17,7 @@ from torch import Tensor
 from quantkit.attention_ops import kv_append, paged_attention, rms_norm, rotary
 from quantkit.errors import UnsupportedError
 from quantkit.extension import EXTENSION_LOADED
+from quantkit.numerics import E3M4, E4M3, Format, encode
 from quantkit.row_ops import add_rms_norm
 from tests import reference
 
@@ -24,6 +25,7 @@ REJECTED = (UnsupportedError, RuntimeError)
 ONLY_COMPILED = pytest.mark.skipif(not EXTENSION_LOADED, reason="torch does not promise it")
 # Half the distance between neighbours, relative to the number: the cost of one rounding.
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+CODES = {fmt.dtype: fmt for fmt in (E4M3, E3M4)}
 WIDE_AND_NARROW = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", UNIT, ids=lambda d: str(d).removeprefix("torch."))
 
@@ -41,6 +43,7 @@ class Batch:
     new: list[int]
     query: Tensor
     window: int | None = None
+    softcap: float | None = None
 
     @classmethod
     def random(
@@ -52,9 +55,10 @@ class Batch:
         shape = (len(lengths) * width, block, kv_heads, head_dim)
         k, v = (torch.randn(shape) for _ in range(2))
         k_scale = v_scale = None
-        if cache == torch.float8_e4m3fn:
+        if cache in CODES:
             k_scale, v_scale = torch.rand(scales) * 0.02 + 0.01, torch.rand(scales) * 0.02 + 0.01
-            k, v = (x / 0.02 for x in (k, v))
+            k, v = (encode(x / 0.02 * CODES[cache].max / 448, CODES[cache]) for x in (k, v))
+            k_scale, v_scale = (x * 448 / CODES[cache].max for x in (k_scale, v_scale))
         query = torch.randn(sum(new), heads, head_dim)
         return cls(k.to(cache), v.to(cache), k_scale, v_scale, tables, lengths, new, query)
 
@@ -63,6 +67,7 @@ class Batch:
         return paged_attention(
             self.query, self.k, self.v, self.k_scale, self.v_scale, self.tables,
             torch.tensor(self.lengths, dtype=torch.int32), starts, 0.125, self.window,
+            self.softcap,
         )  # fmt: skip
 
     def only(self, sequence: int, first: int, count: int) -> Batch:
@@ -86,6 +91,7 @@ class Batch:
                 reference.paged(v, table.tolist(), length),
                 0.125,
                 self.window,
+                self.softcap,
             )
             for rows, table, length in zip(
                 self.query.split(self.new), self.tables, self.lengths, strict=True
@@ -97,7 +103,9 @@ class Batch:
         if scale is None:
             return cache.double().numpy()
         codes = cache.view(torch.uint8).numpy()
-        return reference.float8_values("e4m3")[codes] * scale.double().numpy().reshape(-1, 1)
+        return reference.float8_values(CODES[cache.dtype].name)[
+            codes
+        ] * scale.double().numpy().reshape(-1, 1)
 
 
 def assert_near(actual: Tensor, exact: Tensor, slack: float = 2e-5) -> None:
@@ -140,6 +148,41 @@ def test_a_whole_prompt_matches_the_oracle(cache: torch.dtype, dtype: torch.dtyp
     batch = Batch.random([300], [300], 9, 3, 64, cache)
     batch = replace(batch, query=batch.query.to(dtype))
     assert_near(batch.run(), batch.oracle())
+
+
+@WIDE_AND_NARROW
+@pytest.mark.parametrize("new", [1, 3, 40])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (5, 1, 80), (7, 1, 10)])
+def test_e3m4_codes_match_the_oracle(
+    heads: int, kv_heads: int, head_dim: int, new: int, dtype: torch.dtype
+) -> None:
+    for length in (65, 257):
+        batch = Batch.random(
+            [length], [new], heads, kv_heads, head_dim, torch.uint8, scales=kv_heads
+        )
+        batch = replace(batch, query=batch.query.to(dtype))
+        assert_near(batch.run(), batch.oracle())
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("new", [1, 70])
+@pytest.mark.parametrize("cache", [*CODES, torch.bfloat16], ids=str)
+def test_capped_scores_match_the_oracle(
+    cache: torch.dtype, new: int, window: int | None, dtype: torch.dtype
+) -> None:
+    batch = Batch.random([300, 90], [new, new], 6, 2, 64, cache)
+    # Scores of several times the cap, so that it matters, and far below it.
+    query = (batch.query * torch.tensor([0.01, 1.0, 4.0, 0.1, 2.0, 30.0]).view(-1, 1)).to(dtype)
+    batch = replace(batch, query=query, window=window, softcap=3.0)
+    assert_near(batch.run(), batch.oracle())
+    assert not torch.allclose(batch.run(), replace(batch, softcap=None).run())
+
+
+def test_a_cap_that_is_not_above_zero_is_refused() -> None:
+    for softcap in (0.0, -1.0, torch.nan):
+        with pytest.raises(REJECTED, match="paged_attention: softcap must be above 0, got"):
+            replace(Batch.random([20], [3], 3, 1, 8), softcap=softcap).run()
 
 
 @EVERY_DTYPE
@@ -195,19 +238,18 @@ def test_threads_do_not_change_a_bit() -> None:
 
 @ONLY_COMPILED
 @pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *CODES], ids=str)
 def test_a_nan_stays_with_the_queries_that_see_it(dtype: torch.dtype, window: int | None) -> None:
     batch = Batch.random([300], [300], 3, 1, 64, dtype)
     x_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
     batch = replace(batch, query=batch.query.to(x_dtype), window=window)
     clean = batch.run()
     block, offset = int(batch.tables[0, 150 // 16]), 150 % 16
-    batch.v[block, offset] = torch.full((64,), torch.nan).to(dtype)
+    nan = torch.full((64,), torch.nan)
+    batch.v[block, offset] = encode(nan, CODES[dtype]) if dtype in CODES else nan.to(dtype)
     out = batch.run()
     last = 300 if window is None else 150 + window
-    if dtype.itemsize > 1:  # vector kernels take the code for a number: 480, and its neighbour 448
-        assert out[150:last].isnan().all()
-    assert not any(torch.equal(a, b) for a, b in zip(out[150:last], clean[150:last], strict=True))
+    assert out[150:last].isnan().all()
     assert torch.equal(out[:150], clean[:150])
     assert torch.equal(out[last:], clean[last:])
 
@@ -224,23 +266,24 @@ def test_memory_that_was_never_written_is_not_read(dtype: torch.dtype) -> None:
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("rows", [1, 40])
-def test_append_encodes_every_kind_of_number(dtype: torch.dtype, rows: int) -> None:
+@pytest.mark.parametrize("fmt", CODES.values(), ids=lambda f: f.name)
+def test_append_encodes_every_kind_of_number(fmt: Format, dtype: torch.dtype, rows: int) -> None:
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(0, 2**32, (rows, 3, 24), generator=generator) - 2**31
     key = bits.int().view(torch.float32).clamp(-1e4, 1e4).to(dtype)  # all exponents, NaN too
     steps = torch.arange(rows * 3 * 24).view(rows, 3, 24)
     value = ((steps % 2048) * 2.0**-11 - 0.3).to(dtype)  # ties between codes
-    caches = torch.zeros(2, rows, 1, 3, 24, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    caches = torch.zeros(2, rows, 1, 3, 24, dtype=torch.uint8).view(fmt.dtype)
     scale = torch.tensor([1.0, 0.75, 2.0**-9])
     slots = torch.arange(rows).flip(0)
     kv_append(key, value, caches[0], caches[1], scale, scale, slots)
     for x, cache in ((key, caches[0]), (value, caches[1])):
         quotient = (x.float() / scale.view(-1, 1)).double().numpy()
-        expected = reference.float8_encode(quotient, "e4m3")
+        expected = reference.float8_encode(quotient, fmt.name)
         stored = cache.view(torch.uint8)[slots, 0].numpy()
         nan = np.isnan(quotient)
         np.testing.assert_array_equal(stored[~nan], expected[~nan])
-        assert ((stored[nan] & 0x7F) == 0x7F).all()
+        assert np.isnan(reference.float8_values(fmt.name)[stored[nan]]).all()
 
 
 @EVERY_DTYPE

@@ -1,4 +1,4 @@
-// Attention with tiles, for bfloat16 queries and caches of E4M3 codes or bfloat16. Scores are a
+// Attention with tiles, for bfloat16 queries and caches of codes or bfloat16. Scores are a
 // product of 16 keys by 16 queries, with queries and keys as they are. The weights of values are
 // split into two bfloat16, of which the second holds what the first cuts off: together they are off
 // by 2^-16 at most. All sums are float32.
@@ -169,6 +169,12 @@ inline void row_weights(const float* scores, Range seen, float* highest, float* 
   split_weights(score[2], score[3], target + kTileBytes);
 }
 
+void cap_scores(float cap, int64_t rows, float* scores) {
+  for (int64_t i = 0; i < rows * kPartitionKeys; i += 16) {
+    soft_capped(Avx512::Lanes::load(scores + i), cap).store(scores + i);
+  }
+}
+
 // From products of keys with a tile of rows to weights of values.
 void tile_weights(const AttentionTask& task, const AttentionTile& tile, Range partition,
                   int64_t first_row, int64_t rows, const float* products, float* scores,
@@ -180,6 +186,7 @@ void tile_weights(const AttentionTask& task, const AttentionTile& tile, Range pa
     const auto turn = rows <= 4 ? turn_four_rows : turn_rows;
     turn(products + i * kTileFloats, factor, scores + i * kTileRows);
   }
+  if (task.softcap > 0) cap_scores(task.softcap, rows, scores);
   alignas(64) float sums[kTileRows][16];
   for (int64_t i = 0; i < rows; ++i) {
     const int64_t row = first_row + i;
@@ -409,6 +416,9 @@ void amx_attend(const AttentionTask& task, const AttentionTile& tile, int64_t nu
   if (!tiles_attend(task)) return avx512_kernels()->attend(task, tile, number, heads, scratch);
   if (task.cache_type == WeightFormat::kE4M3) {
     return attend_with_tiles<E4M3>(task, tile, number, heads, scratch);
+  }
+  if (task.cache_type == WeightFormat::kE3M4) {
+    return attend_with_tiles<E3M4>(task, tile, number, heads, scratch);
   }
   attend_with_tiles<BFloat16>(task, tile, number, heads, scratch);
 }

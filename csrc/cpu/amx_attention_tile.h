@@ -11,6 +11,7 @@ constexpr int64_t kWeightRows = 8;  // rows of one tile of weights
 
 bool tiles_attend(const AttentionTask& task) {
   return task.type == FloatType::kBFloat16 && (task.cache_type == WeightFormat::kE4M3 ||
+                                               task.cache_type == WeightFormat::kE3M4 ||
                                                task.cache_type == WeightFormat::kBFloat16);
 }
 
@@ -145,8 +146,8 @@ struct KeyDecoding {
 // Values as second operands: keys i and i + 16 of 32 make row i of four tiles. Tile t, column
 // 4 l + j holds dimension 16 l + 4 t + j of a chunk.
 
-template <bool kCheck>
-inline __attribute__((always_inline)) void decode_value_pair(const TileDecoder<E4M3>& decoder,
+template <bool kCheck, class Format>
+inline __attribute__((always_inline)) void decode_value_pair(const TileDecoder<Format>& decoder,
                                                              const uint8_t* const (&row)[2],
                                                              const uint64_t (&mask)[2],
                                                              char* target, __m512i* highest) {
@@ -185,8 +186,10 @@ inline __attribute__((always_inline)) void decode_value_pair(const TileDecoder<B
   _mm512_store_si512(target + 3 * kTileBytes, _mm512_shuffle_i32x4(upper[0], upper[1], 0xDD));
 }
 
-inline bool all_finite(const TileDecoder<E4M3>&, __m512i highest) {
-  return _mm512_cmpeq_epi8_mask(highest, _mm512_set1_epi8(-1)) == 0;
+template <class Format>
+inline bool all_finite(const TileDecoder<Format>&, __m512i highest) {
+  const __m512i first = _mm512_set1_epi8(static_cast<char>(0x80 | Format::kFirstSpecial));
+  return _mm512_cmpge_epu8_mask(highest, first) == 0;
 }
 inline bool all_finite(const TileDecoder<BFloat16>&, __m512i highest) {
   return _mm512_cmpge_epu16_mask(highest, _mm512_set1_epi16(0x7F80)) == 0;

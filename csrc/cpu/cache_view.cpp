@@ -5,15 +5,18 @@
 namespace quantkit {
 namespace {
 
-// E4M3 if and only if there is a scale.
+// Codes if and only if there is a scale: E4M3, or bytes, which are E3M4.
 WeightFormat cache_format(const char* op, const char* name, const Tensor& cache, bool scaled) {
   check_shape(op, name, cache, "[blocks, block_size, kv_heads, head_dim]", {-1, -1, -1, -1});
   check_layout(op, name, cache);
   const ScalarType type = cache.scalar_type();
-  if (scaled != (type == ScalarType::Float8_e4m3fn)) {
-    fail(op, "the cache", "float8_e4m3fn if and only if there are scales", dtype_text(type));
+  const bool is_e3m4 = type == ScalarType::Byte;
+  if (scaled != (is_e3m4 || type == ScalarType::Float8_e4m3fn)) {
+    fail(op, "the cache", "float8_e4m3fn or uint8 if and only if there are scales",
+         dtype_text(type));
   }
-  return scaled ? WeightFormat::kE4M3 : stored_format(float_type(op, name, type));
+  if (!scaled) return stored_format(float_type(op, name, type));
+  return is_e3m4 ? WeightFormat::kE3M4 : WeightFormat::kE4M3;
 }
 
 // Per head or for all: the distance from one head's scale to the next.

@@ -23,6 +23,8 @@ struct E4M3 {
   static constexpr int kHalfMask = 0xBF80;
   static constexpr float kHalfFactor = 256.0f;
   static constexpr int kFirstSpecial = 0x7F;
+  static constexpr uint32_t kLargest = 0x43E00000;  // bits of 448
+  static constexpr uint32_t kNan = 0x7F;
 };
 
 struct E5M2 {
@@ -39,6 +41,8 @@ struct E3M4 {
   static constexpr int kHalfMask = 0x9FC0;
   static constexpr float kHalfFactor = 4096.0f;
   static constexpr int kFirstSpecial = 0x70;
+  static constexpr uint32_t kLargest = 0x41780000;  // bits of 15.5
+  static constexpr uint32_t kNan = 0x78;
 };
 
 // Values of all 256 codes, from the definition of the format.
@@ -73,25 +77,34 @@ struct DecodeTable {
 template <class Format>
 inline constexpr DecodeTable<Format> kDecodeTable{};
 
-// The E4M3 code nearest to a value, ties to even; beyond 448 it saturates, NaN stays NaN.
-// No branches, so that compilers can do many at a time.
-inline uint8_t encode_e4m3(float value) {
+// The code nearest to a value, ties to even; beyond the largest it saturates, NaN stays NaN.
+// No branches, so that compilers can do many at a time. For E4M3 and E3M4.
+template <class Format>
+inline uint8_t encode(float value) {
+  constexpr int kMantissaBits = 7 - Format::kExponentBits;
+  constexpr int kCut = 23 - kMantissaBits;
+  constexpr uint32_t kBias = (1 << (Format::kExponentBits - 1)) - 1;
+  constexpr uint32_t kFirstNormal = (127 + 1 - kBias) << 23;
+  // A float32 of which the last bit is worth one step of the format's subnormal numbers.
+  constexpr uint32_t kSteps = (127 + 24 - kBias - kMantissaBits) << 23;
   uint32_t bits;
   __builtin_memcpy(&bits, &value, sizeof(bits));
   const uint32_t sign = (bits >> 24) & 0x80;
   const uint32_t magnitude = bits & 0x7FFFFFFF;
-  const uint32_t clamped = magnitude < 0x43E00000 ? magnitude : 0x43E00000;  // 448
-  // Keep 3 of 23 mantissa bits; a carry moves into the exponent, as it should. Bias 127 to 7.
-  const uint32_t normal = (clamped + 0x7FFFF + ((clamped >> 20) & 1) - (120u << 23)) >> 20;
-  // Below 2^-6 the step is 2^-9, which is the step of float32 in [2^14, 2^15): let an add round.
-  float shifted;
+  const uint32_t clamped = magnitude < Format::kLargest ? magnitude : Format::kLargest;
+  // A carry moves into the exponent, as it should; then float32's bias becomes the format's.
+  const uint32_t half = (1u << (kCut - 1)) - 1 + ((clamped >> kCut) & 1);
+  const uint32_t normal = (clamped + half - ((127 - kBias) << 23)) >> kCut;
+  // Below the first normal number the step is fixed: let an add round.
+  float shifted, steps;
   __builtin_memcpy(&shifted, &clamped, sizeof(shifted));
-  shifted += 16384.0f;
+  __builtin_memcpy(&steps, &kSteps, sizeof(steps));
+  shifted += steps;
   uint32_t subnormal;
   __builtin_memcpy(&subnormal, &shifted, sizeof(subnormal));
-  subnormal -= 0x46800000;
-  const uint32_t finite = clamped < 0x3C800000 ? subnormal : normal;
-  return static_cast<uint8_t>(sign | (magnitude > 0x7F800000 ? 0x7F : finite));
+  subnormal -= kSteps;
+  const uint32_t finite = clamped < kFirstNormal ? subnormal : normal;
+  return static_cast<uint8_t>(sign | (magnitude > 0x7F800000 ? Format::kNan : finite));
 }
 
 }  // namespace quantkit

@@ -53,7 +53,9 @@ void attention_scores(const AttentionTask& task, const AttentionTile& tile, Rang
         if (visible.within(key + i, key + i + Isa::kLanes).empty()) continue;
         const float* decoded = scratch.decoded + i * Isa::kLanes;
         const Lanes sums = score<Isa>(query + row * padded, decoded, padded);
-        Lanes::mul(sums, factor).store(scores + i);
+        const Lanes scaled = Lanes::mul(sums, factor);
+        const Lanes result = task.softcap > 0 ? soft_capped(scaled, task.softcap) : scaled;
+        result.store(scores + i);
       }
     }
   }
@@ -180,6 +182,8 @@ void attend_head(const AttentionTask& task, const AttentionTile& tile, Range par
       return attend_format<Isa, BFloat16>(task, tile, partition, query, partial, scratch);
     case WeightFormat::kFloat16:
       return attend_format<Isa, Half>(task, tile, partition, query, partial, scratch);
+    case WeightFormat::kE3M4:
+      return attend_format<Isa, E3M4>(task, tile, partition, query, partial, scratch);
     default: return attend_format<Isa, E4M3>(task, tile, partition, query, partial, scratch);
   }
 }
@@ -256,8 +260,10 @@ void attention_finish(const AttentionTask& task, const AttentionTile& tile, cons
                       float* scratch) {
   const Partial folded = Partial::at(const_cast<float*>(data), tile.tokens * task.group);
   float factor = 1.0f;
-  if (task.cache_type == WeightFormat::kE4M3) {
-    factor = task.v_scale[tile.kv_head * task.v_scale_stride] * Isa::template Codes<E4M3>::kFactor;
+  if (task.v_scale != nullptr) {
+    const bool is_e3m4 = task.cache_type == WeightFormat::kE3M4;
+    factor = task.v_scale[tile.kv_head * task.v_scale_stride] *
+             (is_e3m4 ? Isa::template Codes<E3M4>::kFactor : Isa::template Codes<E4M3>::kFactor);
   }
   switch (task.type) {
     case FloatType::kFloat32: return finish_typed<Isa, float>(task, tile, folded, factor, scratch);

@@ -134,12 +134,29 @@ inline void prefetch_keys(const AttentionTask& task, const AttentionTile& tile,
   }
 }
 
+// Stores NaN and infinities, where a vector decoder takes the code for a number.
+template <class Isa, class Format>
+void decode_special(const uint8_t* stored, int64_t stride, int keys, int64_t columns,
+                    float* target) {
+  for (int key = 0; key < keys; ++key) {
+    for (int column = 0; column < at_most(columns, Isa::kColumns); ++column) {
+      const uint8_t code = stored[key * stride + column];
+      if ((code & 0x7F) < Format::kFirstSpecial) continue;
+      const int slot = Isa::slot(column);
+      const int64_t part = slot / Isa::kLanes;
+      target[(part * kTileKeys + key) * Isa::kLanes + slot % Isa::kLanes] =
+          kDecodeTable<Format>.value[code];
+    }
+  }
+}
+
 // Decodes kColumns columns of kKeys keys whose rows are `stride` bytes apart. Loads come before all
 // stores: a load waits for an earlier store whose address has the same last 12 bits.
 template <class Isa, class Format, int kKeys>
 inline void decode_some(const uint8_t* stored, int64_t stride, int64_t columns, float* target) {
   using Columns = Stored<Isa, Format>;
   typename Columns::type codes[kKeys];
+  auto peak = Columns::type::Peak::none();
   QK_UNROLL for (int key = 0; key < kKeys; ++key) {
     const uint8_t* source = stored + key * stride;
     codes[key] = columns >= Isa::kColumns
@@ -147,8 +164,14 @@ inline void decode_some(const uint8_t* stored, int64_t stride, int64_t columns, 
                      : Columns::type::load_some(source, static_cast<int>(columns));
   }
   QK_UNROLL for (int key = 0; key < kKeys; ++key) {
+    peak.add(codes[key]);
     QK_UNROLL for (int part = 0; part < Isa::kColumns / Isa::kLanes; ++part) {
       codes[key].part(part).store(target + (part * kTileKeys + key) * Isa::kLanes);
+    }
+  }
+  if constexpr (Columns::kIsCode) {
+    if (__builtin_expect(peak.special(), 0)) {
+      decode_special<Isa, Format>(stored, stride, kKeys, columns, target);
     }
   }
 }

@@ -59,6 +59,15 @@ inline Lanes exp_reduced(Lanes x, Lanes n) {
   return Lanes::fma(Lanes::mul(p, r), r, Lanes::add(r, Lanes::broadcast(1.0f)));
 }
 
+// cap * tanh(score / cap) = cap - 2 cap / (exp(2 score / cap) + 1): off by 2^-23 of the cap.
+template <class Lanes>
+inline Lanes soft_capped(Lanes score, float cap) {
+  const Lanes power = Lanes::exp(Lanes::mul(score, Lanes::broadcast(2.0f / cap)));
+  const Lanes below = Lanes::div(Lanes::broadcast(-2.0f * cap),
+                                 Lanes::add(power, Lanes::broadcast(1.0f)));
+  return Lanes::add(Lanes::broadcast(cap), below);
+}
+
 // Up to kLanes floats of any type; what is beyond `count` reads as zero.
 template <class Lanes, int kLanes, class T>
 inline Lanes load_lanes(const T* source, int64_t count) {

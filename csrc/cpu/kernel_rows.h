@@ -150,7 +150,7 @@ void rotary(const RotaryTask& task, int64_t begin, int64_t end) {
   }
 }
 
-template <class Isa, class T>
+template <class Isa, class Format, class T>
 inline void encode_head(const T* x, int64_t count, float scale, uint8_t* codes) {
   using Lanes = typename Isa::Lanes;
   float quotient[Isa::kLanes];
@@ -158,7 +158,7 @@ inline void encode_head(const T* x, int64_t count, float scale, uint8_t* codes) 
     const Lanes value = load_lanes<Lanes, Isa::kLanes>(x + i, count - i);
     Lanes::div(value, Lanes::broadcast(scale)).to(quotient);
     uint8_t encoded[Isa::kLanes];
-    for (int lane = 0; lane < Isa::kLanes; ++lane) encoded[lane] = encode_e4m3(quotient[lane]);
+    for (int lane = 0; lane < Isa::kLanes; ++lane) encoded[lane] = encode<Format>(quotient[lane]);
     __builtin_memcpy(codes + i, encoded, at_most(Isa::kLanes, count - i));
   }
 }
@@ -189,9 +189,13 @@ void append_typed(const AppendTask& task, int64_t begin, int64_t end) {
         case WeightFormat::kFloat16:
           convert_head<Isa>(x, task.head_dim, static_cast<Half*>(task.cache) + offset);
           break;
+        case WeightFormat::kE3M4:
+          encode_head<Isa, E3M4>(x, task.head_dim, task.scale[head * task.scale_stride],
+                                 static_cast<uint8_t*>(task.cache) + offset);
+          break;
         default:  // E4M3, by the op's checks
-          encode_head<Isa>(x, task.head_dim, task.scale[head * task.scale_stride],
-                           static_cast<uint8_t*>(task.cache) + offset);
+          encode_head<Isa, E4M3>(x, task.head_dim, task.scale[head * task.scale_stride],
+                                 static_cast<uint8_t*>(task.cache) + offset);
       }
     }
   }

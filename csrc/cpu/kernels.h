@@ -72,7 +72,7 @@ struct RotaryTask {
   int64_t turned;  // leading features of a head that turn; the others are copied
 };
 
-// One of keys and values: rows to their slots, as E4M3 codes of x / scale or in a float type.
+// One of keys and values: rows to their slots, as codes (E4M3, E3M4) of x / scale or in a float type.
 struct AppendTask {
   const void* x;  // token t at t * x_stride, then [heads, head_dim]
   FloatType type;
@@ -101,6 +101,7 @@ struct AttentionTask {
   int64_t max_blocks;
   int64_t kv_heads, group, head_dim, block_size;
   float softmax_scale;
+  float softcap;   // scores become softcap * tanh(score / softcap); 0 for none
   int64_t window;  // tokens that a query sees, itself included; 0 for all
 };
 

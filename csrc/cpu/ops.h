@@ -59,7 +59,8 @@ torch::stable::Tensor paged_attention(torch::stable::Tensor query, torch::stable
                                       torch::stable::Tensor block_tables,
                                       torch::stable::Tensor lengths,
                                       torch::stable::Tensor query_starts, double softmax_scale,
-                                      std::optional<int64_t> sliding_window);
+                                      std::optional<int64_t> sliding_window,
+                                      std::optional<double> softcap);
 
 torch::stable::Tensor decoder_step(
     torch::stable::Tensor hidden, std::vector<torch::stable::Tensor> weights,

@@ -52,7 +52,7 @@ void kv_append(Tensor key, Tensor value, Tensor k_cache, Tensor v_cache, Optiona
 Tensor paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, OptionalTensor k_scale,
                        OptionalTensor v_scale, Tensor block_tables, Tensor lengths,
                        Tensor query_starts, double softmax_scale,
-                       std::optional<int64_t> sliding_window) {
+                       std::optional<int64_t> sliding_window, std::optional<double> softcap) {
   const char* op = "paged_attention";
   const CacheView cache =
       cache_view(op, k_cache, v_cache, pointer_to(k_scale), pointer_to(v_scale));
@@ -65,6 +65,9 @@ Tensor paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, OptionalTen
   if (sliding_window.has_value() && *sliding_window < 1) {
     fail(op, "sliding_window", "at least 1", std::to_string(*sliding_window));
   }
+  if (softcap.has_value() && !(*softcap > 0)) {
+    fail(op, "softcap", "above 0", std::to_string(*softcap));
+  }
   const AttentionBatch batch =
       checked_batch(op, block_tables, lengths, query_starts, query.size(0), cache);
   Tensor out = torch::stable::new_empty(query, query.sizes());
@@ -75,6 +78,7 @@ Tensor paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, OptionalTen
   task.query_stride = query.stride(0);
   task.out = out.mutable_data_ptr();
   task.softmax_scale = static_cast<float>(softmax_scale);
+  task.softcap = static_cast<float>(softcap.value_or(0));
   task.window = sliding_window.value_or(0);
   const KernelSet& kernels = cpu_kernels();
   Team::run(attention_threads(task, batch), kernels,
