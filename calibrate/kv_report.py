@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.kv_search import KvError, ScaleChoice, choose_scales, round_states
-from quantkit.numerics import E4M3, amax_to_scale
+from quantkit.numerics import Format, amax_to_scale
 
 POOR_OUTPUT_DB = 15.0
 """An output error (signal to noise) that no keys excuse: noise of 18 % in every output."""
@@ -104,18 +104,19 @@ def kv_warnings(reports: Mapping[str, KvReport]) -> list[str]:
 def measure_kv(measure: KvError, choice: ScaleChoice) -> KvReport:
     """Measure the chosen scales on the samples of `measure`."""
     keys, values = measure.states()
+    fmt = measure.fmt
     report = KvReport(
-        key_error_db=_snr_db(keys, round_states(keys, choice.key_amax)),
-        value_error_db=_snr_db(values, round_states(values, choice.value_amax)),
+        key_error_db=_snr_db(keys, round_states(keys, choice.key_amax, fmt)),
+        value_error_db=_snr_db(values, round_states(values, choice.value_amax, fmt)),
         output_error_db=_output_db(measure, choice.error),
         plain_output_error_db=_output_db(measure, choice.plain_error),
         key_channel_ratio=_channel_ratio(keys),
-        keys_saturated=_num_saturated(keys, choice.key_amax),
-        values_saturated=_num_saturated(values, choice.value_amax),
+        keys_saturated=_num_saturated(keys, choice.key_amax, fmt),
+        values_saturated=_num_saturated(values, choice.value_amax, fmt),
     )
     if not report.flagged or measure.per_head or not measure.of_output:
         return report
-    by_head = KvError(measure.samples, per_head=True)
+    by_head = KvError(measure.samples, per_head=True, fmt=measure.fmt)
     error = choose_scales(by_head, *by_head.amaxes()).error
     return replace(report, head_output_error_db=_output_db(by_head, error))
 
@@ -136,8 +137,8 @@ def _channel_ratio(keys: list[Tensor]) -> float:
     return largest / median if median > 0 else inf
 
 
-def _num_saturated(states: list[Tensor], amax: Tensor) -> int:
-    limit = (amax_to_scale(amax, E4M3) * E4M3.max).view(-1, 1, 1)
+def _num_saturated(states: list[Tensor], amax: Tensor, fmt: Format) -> int:
+    limit = (amax_to_scale(amax, fmt) * fmt.max).view(-1, 1, 1)
     return sum(int((x.abs() > limit.to(x.device)).sum()) for x in states)
 
 

@@ -18,7 +18,7 @@ from quantkit.calibrate.kv_report import KvReport, measure_kv
 from quantkit.calibrate.kv_search import KvError, choose_scales, plain_scales
 from quantkit.calibrate.observers import AmaxObserver, canonical_kv
 from quantkit.errors import CalibrationError
-from quantkit.numerics import E4M3, amax_to_scale
+from quantkit.numerics import amax_to_scale
 from quantkit.scheme import Granularity, QuantSpec
 
 
@@ -31,6 +31,7 @@ class KvObserver:
 
     def __init__(self, spec: QuantSpec) -> None:
         self.per_head = spec.granularity is Granularity.HEAD
+        self._fmt = spec.fmt
         self.keys, self.values = AmaxObserver(), AmaxObserver()
         self.owner: str | None = None
         self.report: KvReport | None = None
@@ -74,7 +75,7 @@ class KvObserver:
         amaxes = self._choose(self.keys.amax.cpu(), self.values.amax.cpu())
         scales = {}
         for name, amax in zip(("k_scale", "v_scale"), amaxes, strict=True):
-            scale = amax_to_scale(amax, E4M3)
+            scale = amax_to_scale(amax, self._fmt)
             scales[f"{base}.{name}"] = scale.reshape(-1, 1, 1) if self.per_head else scale
         return scales
 
@@ -82,7 +83,7 @@ class KvObserver:
     def _choose(self, key_amax: Tensor, value_amax: Tensor) -> tuple[Tensor, Tensor]:
         """Return the amaxes that the scales stand for, and make the report."""
         self._probe.flush()
-        measure = KvError(self._probe.samples, self.per_head)
+        measure = KvError(self._probe.samples, self.per_head, self._fmt)
         # On a few short sequences chance would choose; they get what everyone expects.
         choose = choose_scales if self._probe.full else plain_scales
         choice = choose(measure, key_amax, value_amax)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.attention_probe import AttentionSample
-from quantkit.numerics import E4M3, amax_to_scale, decode, encode
+from quantkit.numerics import E4M3, Format, amax_to_scale, decode, encode
 
 KEY_STEPS, VALUE_STEPS = 6, 3
 """Scales tried in the octave above amax / 448."""
@@ -46,12 +46,15 @@ class KvError:
 
     Called with rounded keys and values, gives one error in all, or one a KV head. Where a sample
     lacks its attention (`of_output` is false), the squared errors of keys and of values, each
-    relative to its power, are added instead.
+    relative to its power, are added instead. `fmt` is what keys and values are rounded to.
     """
 
-    def __init__(self, samples: Sequence[AttentionSample], per_head: bool) -> None:
+    def __init__(
+        self, samples: Sequence[AttentionSample], per_head: bool, fmt: Format = E4M3
+    ) -> None:
         self.samples = samples
         self.per_head = per_head
+        self.fmt = fmt
         self.of_output = all(sample.attend is not None for sample in samples)
         self._exact = [
             sample.attend(sample.keys, sample.values) if sample.attend else sample.keys
@@ -92,20 +95,21 @@ class KvError:
         return difference.reshape(groups, -1).square().sum(dim=1, dtype=torch.float64).cpu()
 
 
-def round_states(states: Sequence[Tensor], amax: Tensor) -> list[Tensor]:
+def round_states(states: Sequence[Tensor], amax: Tensor, fmt: Format = E4M3) -> list[Tensor]:
     """Return what the cache will hold. Shapes: [kv_heads, tokens, head_dim]; amax [1 or heads]."""
-    scale = amax_to_scale(amax, E4M3).view(-1, 1, 1)
-    return [_round(x, scale.to(x.device)) for x in states]
+    scale = amax_to_scale(amax, fmt).view(-1, 1, 1)
+    return [_round(x, scale.to(x.device), fmt) for x in states]
 
 
-def _round(x: Tensor, scale: Tensor) -> Tensor:
-    return decode(encode(x / scale, E4M3), E4M3) * scale
+def _round(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
+    return decode(encode(x / scale, fmt), fmt) * scale
 
 
 def plain_scales(measure: KvError, key_amax: Tensor, value_amax: Tensor) -> ScaleChoice:
     """Return amax itself as the choice, with its error. Shapes: [1] or [kv_heads]."""
     keys, values = measure.states()
-    error = measure(round_states(keys, key_amax), round_states(values, value_amax))
+    fmt = measure.fmt
+    error = measure(round_states(keys, key_amax, fmt), round_states(values, value_amax, fmt))
     return ScaleChoice(key_amax, value_amax, error, error)
 
 
@@ -120,7 +124,7 @@ def choose_scales(measure: KvError, key_amax: Tensor, value_amax: Tensor) -> Sca
     if not measure.per_head:
         return choice
     shared = choose_scales(
-        KvError(measure.samples, per_head=False),
+        KvError(measure.samples, per_head=False, fmt=measure.fmt),
         key_amax.max().reshape(1),
         value_amax.max().reshape(1),
     )
@@ -134,12 +138,12 @@ def _choose(measure: KvError, key_amax: Tensor, value_amax: Tensor) -> ScaleChoi
     plain = plain_scales(measure, key_amax, value_amax)
     # With exact values: rounded ones may be lost altogether, and then no key matters.
     chosen_key = _search(
-        lambda amax: measure(round_states(keys, amax), values),
+        lambda amax: measure(round_states(keys, amax, measure.fmt), values),
         _Candidates.of(keys, key_amax, KEY_STEPS),
     )
-    rounded_keys = round_states(keys, chosen_key)
+    rounded_keys = round_states(keys, chosen_key, measure.fmt)
     chosen_value = _search(
-        lambda amax: measure(rounded_keys, round_states(values, amax)),
+        lambda amax: measure(rounded_keys, round_states(values, amax, measure.fmt)),
         _Candidates.of(values, value_amax, VALUE_STEPS),
     )
     return _better(plain, plain_scales(measure, chosen_key, chosen_value))

@@ -91,7 +91,7 @@ def calibrate(
         batch_size: sequences per forward pass; default what suits the device. Changes no result.
             Mixture-of-experts models take them one by one.
         seed: chooses samples; nothing else is random.
-        kv: "fp8", "fp8-head" or "none"; default as the recipe says.
+        kv: "fp8", "fp8-head", "fp8-e3m4" or "none"; default as the recipe says.
         tiers: "none" for plain rounding, or those of the recipe's tiers to use, with commas
             between: range, compensation, smoothing, formats, outliers, keep.
         budget: bytes a weight up to which the most sensitive modules stay as they are; 0 for none.

@@ -16,12 +16,13 @@ from typing import Any
 from quantkit.calibrate.selection import ALL_LINEARS, HEAD
 from quantkit.calibrate.tiers import Tiers, only_tiers
 from quantkit.errors import RecipeError, nearest
-from quantkit.numerics import E4M3, FORMATS
+from quantkit.numerics import E3M4, E4M3, FORMATS
 from quantkit.scheme import Granularity, QuantSpec, Scheme
 
 _KV_SPECS: dict[str, QuantSpec | None] = {
     "fp8": QuantSpec(Granularity.TENSOR),
     "fp8-head": QuantSpec(Granularity.HEAD),
+    "fp8-e3m4": QuantSpec(Granularity.TENSOR, format=E3M4.name),
     "none": None,
 }
 # What a checkpoint can hold, and an engine can load: (granularity, dynamic).
@@ -52,7 +53,8 @@ class Recipe:
     weights: QuantSpec
     description: str = ""
     inputs: QuantSpec | None = None
-    kv: str = "fp8"  # "fp8": one scale per layer; "fp8-head": one per KV head; "none"
+    # "fp8": E4M3, one scale per layer; "fp8-head": one per KV head; "fp8-e3m4" is native; "none"
+    kv: str = "fp8"
     targets: tuple[str, ...] = (ALL_LINEARS,)
     ignore: tuple[str, ...] = (HEAD,)
     head: str | None = None  # format of the output head; None treats it like any target
@@ -82,7 +84,7 @@ class Recipe:
 
     def _check_multiplied(self, inputs: QuantSpec) -> None:
         """Raise RecipeError unless weights and inputs are what 8-bit matmuls multiply."""
-        if inputs.format != E4M3.name or not self.is_portable:
+        if inputs.format != E4M3.name or not self._has_portable_weights:
             raise RecipeError(
                 "inputs are quantized for 8-bit matmuls, which take E4M3 on both sides; weights in "
                 "other formats and outlier columns are decoded first, so leave out [inputs]"
@@ -101,7 +103,12 @@ class Recipe:
 
     @property
     def is_portable(self) -> bool:
-        """True if the weights are what every engine loads."""
+        """True if weights and KV cache have the formats that other engines load."""
+        kv = self.kv_spec
+        return self._has_portable_weights and (kv is None or kv.format == E4M3.name)
+
+    @property
+    def _has_portable_weights(self) -> bool:
         plain = self.weights.format == E4M3.name and self.head is None
         return self.tiers.is_portable and plain
 

@@ -188,8 +188,12 @@ class Scheme:
 
     def __post_init__(self) -> None:
         """Raise RecipeError for what no portable container can say."""
-        if not self.native and (self.formats or self.weights.format != PORTABLE_FORMAT):
+        if self.native:
+            return
+        if self.formats or self.weights.format != PORTABLE_FORMAT:
             raise RecipeError(f"a portable checkpoint holds {PORTABLE_FORMAT!r} weights only")
+        if self.kv is not None and self.kv.format != PORTABLE_FORMAT:
+            raise RecipeError(f"a portable checkpoint has an {PORTABLE_FORMAT!r} KV cache only")
 
     def weights_of(self, module: str) -> QuantSpec:
         """Return how the weight of one module is quantized."""

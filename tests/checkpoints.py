@@ -99,6 +99,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         logits_scaling=2.5,
     ),
     "gemma": partial(_config, "GemmaConfig", head_dim=24, hidden_activation="gelu_pytorch_tanh"),
+    "gemma2": partial(
+        _config, "Gemma2Config", head_dim=16, sliding_window=5, attn_logit_softcapping=2.0
+    ),
     # Two rotary embeddings, by kind of layer; heads whose size is not what scales their scores.
     "gemma3": partial(
         _config,
@@ -120,7 +123,6 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 OTHERS: dict[str, Callable[[], Any]] = {
     "gpt-neox": partial(_config, "GPTNeoXConfig"),
     "phi": partial(_config, "PhiConfig", partial_rotary_factor=0.5),
-    "gemma2": partial(_config, "Gemma2Config", head_dim=16, sliding_window=5),
     "llama-rope-dynamic": partial(
         _config,
         "LlamaConfig",

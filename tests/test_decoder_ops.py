@@ -13,6 +13,7 @@ from quantkit import decoder_ops
 from quantkit.decoder_ops import StepLayers, StepLinear, decoder_step
 from quantkit.errors import UnsupportedError
 from quantkit.extension import EXTENSION_LOADED
+from quantkit.numerics import E3M4, E4M3, encode
 
 REJECTED = (UnsupportedError, RuntimeError)
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 72, 96, 6, 2, 24
@@ -107,7 +108,8 @@ def make(
             caches += [*stored.to(dtype), torch.empty(0), torch.empty(0)]
         else:
             scales = torch.rand(2, KV_HEADS if kv == "fp8-head" else 1) + 0.5
-            caches += [*stored.to(torch.float8_e4m3fn), *scales]
+            fmt = E3M4 if kv == "fp8-e3m4" else E4M3
+            caches += [*encode(stored, fmt), *scales]
     return Case(dtype, layers, caches, counts, lengths, turned)
 
 
@@ -124,7 +126,7 @@ def plain(arguments: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{}, {"kv": "fp8-head"}, {"kv": "none"}, {"qk_norm": True}, {"dense": True},
+    [{}, {"kv": "fp8-head"}, {"kv": "fp8-e3m4"}, {"kv": "none"}, {"qk_norm": True}, {"dense": True},
      {"norms": "sandwich", "qk_norm": True}, {"norms": "after"}, {"turned": 10}],
     ids=str,
 )  # fmt: skip

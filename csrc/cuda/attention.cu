@@ -127,7 +127,7 @@ AttentionCall describe(const Tensor& query, const CacheView& cache, const Tensor
 Tensor paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, MaybeTensor k_scale,
                        MaybeTensor v_scale, Tensor block_tables, Tensor lengths,
                        Tensor query_starts, double softmax_scale,
-                       std::optional<int64_t> sliding_window) {
+                       std::optional<int64_t> sliding_window, std::optional<double> softcap) {
   const char* op = "paged_attention";
   const CacheView cache = cache_view(op, k_cache, v_cache, k_scale, v_scale);
   check_shape(op, "query", query, "[num_tokens, heads, head_dim]", {-1, -1, cache.head_dim});
@@ -142,6 +142,9 @@ Tensor paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, MaybeTensor
   }
   if (sliding_window.has_value() && *sliding_window < 1) {
     fail(op, "sliding_window", "at least 1", std::to_string(*sliding_window));
+  }
+  if (softcap.has_value() && !(*softcap > 0)) {
+    fail(op, "softcap", "above 0", std::to_string(*softcap));
   }
   const int64_t window = std::min<int64_t>(sliding_window.value_or(0), INT32_MAX);
   const int64_t sequences = lengths.numel();
@@ -162,6 +165,11 @@ Tensor paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, MaybeTensor
   Tensor out = torch::stable::new_empty(query, query.sizes());
   if (out.numel() == 0 || sequences == 0) return out;
   AttentionCall call = describe(query, cache, block_tables, softmax_scale, window);
+  if (softcap.has_value()) {
+    constexpr double kLog2E = 1.4426950408889634;
+    call.scale = static_cast<float>(2 * kLog2E * softmax_scale / *softcap);
+    call.cap = static_cast<float>(kLog2E * *softcap);
+  }
   call.out = out.mutable_data_ptr();
   call.tables = tables;
   call.lengths = length_data;

@@ -53,7 +53,7 @@ Tensor kv_gather(Tensor cache, std::optional<Tensor> scale, Tensor blocks, int64
 Tensor paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, std::optional<Tensor> k_scale,
                        std::optional<Tensor> v_scale, Tensor block_tables, Tensor lengths,
                        Tensor query_starts, double softmax_scale,
-                       std::optional<int64_t> sliding_window);
+                       std::optional<int64_t> sliding_window, std::optional<double> softcap);
 
 // sampling.cu
 Tensor argmax_rows(Tensor scores);

@@ -49,7 +49,8 @@ def calibrate(
     ] = None,
     seed: Annotated[int, typer.Option(help="Chooses the samples.")] = 0,
     kv: Annotated[
-        str | None, typer.Option(help="fp8, fp8-head or none. [default: as the recipe says]")
+        str | None,
+        typer.Option(help="fp8, fp8-head, fp8-e3m4 or none. [default: as the recipe says]"),
     ] = None,
     tiers: Annotated[
         str | None,

@@ -29,9 +29,9 @@ class Native(Container):
             )
         return {
             "quant_method": self.method,
-            "weights": {**scheme.weights.to_config(), "float_format": scheme.weights.format},
+            "weights": _with_format(scheme.weights),
             "input_activations": scheme.inputs.to_config() if scheme.inputs else None,
-            "kv_cache_scheme": scheme.kv.to_config() if scheme.kv else None,
+            "kv_cache_scheme": _with_format(scheme.kv) if scheme.kv else None,
             "formats": dict(scheme.formats),
             "ignore": list(scheme.ignore),
         }
@@ -43,12 +43,9 @@ class Native(Container):
         formats = mapping(block.get("formats") or {}, "formats")
         try:
             scheme = Scheme(
-                weights=replace(
-                    QuantSpec.from_config(weights),
-                    format=_known_format(weights.get("float_format", PORTABLE_FORMAT)),
-                ),
+                weights=_read_format(weights),
                 inputs=QuantSpec.from_config(mapping(inputs, "inputs")) if inputs else None,
-                kv=QuantSpec.from_config(mapping(kv, "kv_cache_scheme")) if kv else None,
+                kv=_read_format(mapping(kv, "kv_cache_scheme")) if kv else None,
                 ignore=names_list(block, "ignore"),
                 native=True,
                 formats={name: _known_format(found) for name, found in formats.items()},
@@ -56,6 +53,15 @@ class Native(Container):
         except RecipeError as error:
             raise CheckpointError(f"quantization_config: {error}") from None
         return check_readable(scheme)
+
+
+def _with_format(spec: QuantSpec) -> dict[str, Any]:
+    return {**spec.to_config(), "float_format": spec.format}
+
+
+def _read_format(config: Mapping[str, Any]) -> QuantSpec:
+    fmt = _known_format(config.get("float_format", PORTABLE_FORMAT))
+    return replace(QuantSpec.from_config(config), format=fmt)
 
 
 def _known_format(name: object) -> str:

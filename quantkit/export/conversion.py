@@ -119,7 +119,14 @@ class Conversion:
             leaves = (names.k_scale[0], names.v_scale[0])
             for leaf, scale in zip(leaves, self.source.kv_scales(layer), strict=True):
                 shapes = self.container.kv_scale_shapes(spec, scale.numel())
-                yield f"{attention}.{leaf}", scale.reshape(shapes[0])
+                yield f"{attention}.{leaf}", self._kv_scale(scale, spec).reshape(shapes[0])
+
+    def _kv_scale(self, scale: Tensor, spec: QuantSpec) -> Tensor:
+        """Return the scale under which the format of the result reaches as far."""
+        own = self.source.scheme.kv
+        if own is None or own.format == spec.format:
+            return scale
+        return amax_to_scale(scale * own.fmt.max, spec.fmt)
 
 
 def plain_modules(source: Checkpoint) -> list[str]:

@@ -32,8 +32,8 @@ def target_scheme(source: Scheme, format_name: str, plain: Sequence[str] = ()) -
 
     compressed-tensors keeps a portable scheme; a native one becomes E4M3 per channel with inputs
     per token. fp8-block is E4M3 in blocks of 128 x 128, modelopt is E4M3 per tensor with static
-    inputs. The KV cache keeps its scheme; the modules in `plain` are quantized no longer. Raises
-    UnsupportedError for an unknown format, and for KV scales that the format cannot hold.
+    inputs. The KV cache keeps its scheme, in E4M3; the modules in `plain` are quantized no longer.
+    Raises UnsupportedError for an unknown format, and for KV scales that the format cannot hold.
     """
     if format_name not in FORMATS:
         hint = nearest(format_name, FORMATS)
@@ -53,7 +53,8 @@ def target_scheme(source: Scheme, format_name: str, plain: Sequence[str] = ()) -
             "--format compressed-tensors, or calibrate with --kv fp8"
         )
     ignore = (*source.ignore, *plain)
-    return replace(source, weights=weights, inputs=inputs, native=False, formats={}, ignore=ignore)
+    kv = None if source.kv is None else replace(source.kv, format=E4M3.name)
+    return Scheme(weights, inputs, kv, ignore)
 
 
 def engines_of(format_name: str, scheme: Scheme) -> tuple[str, ...]:

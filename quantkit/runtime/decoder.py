@@ -18,6 +18,7 @@ from quantkit.attention_ops import causal_attention, rms_norm, rotary
 from quantkit.decoder_ops import StepLayers, decoder_step
 from quantkit.errors import GenerationError
 from quantkit.extension import EXTENSION_LOADED, load_cuda_kernels
+from quantkit.numerics import E4M3, Format
 from quantkit.ops import FEW_ROWS
 from quantkit.row_ops import add_rms_norm
 from quantkit.runtime.cuda_graphs import StepGraphs
@@ -123,6 +124,7 @@ class Decoder:
         shape: ModelShape,
         rotations: Sequence[Rotation],
         kv_scales: Sequence[Scales] | None,
+        kv_format: Format = E4M3,
     ) -> None:
         self.shape = shape
         self.vocab_size = shape.vocab_size
@@ -152,6 +154,7 @@ class Decoder:
             dtype=self.dtype,
             device=self.device,
             scales=tuple(kv_scales) if kv_scales else None,
+            fmt=kv_format,
         )
 
     def new_cache(self, num_sequences: int, max_tokens: int) -> PagedCache:
@@ -223,7 +226,9 @@ class Decoder:
                 qkv, norms = self._normed_together(layer, qkv), (None, None, shape.norm_eps)
             turn = None if layer.rotary is None else angles[layer.rotary]
             query = cache.append_rotary(number, qkv, norms, turn, step, shape.num_heads)
-            return cache.attend(number, query, step, shape.softmax_scale, layer.window)
+            return cache.attend(
+                number, query, step, shape.softmax_scale, layer.window, shape.scores_cap
+            )
 
         return self._run(hidden, attend)
 
@@ -239,7 +244,8 @@ class Decoder:
             layer = self._layers[number]
             heads = self._rotated_heads(layer, qkv, angles)
             rows = zip(*(x.float().view(batch, length, *x.shape[1:]) for x in heads), strict=True)
-            parts = [causal_attention(q, k, v, softmax_scale, layer.window) for q, k, v in rows]
+            options = (softmax_scale, layer.window, self.shape.scores_cap)
+            parts = [causal_attention(q, k, v, *options) for q, k, v in rows]
             return torch.cat(parts).to(self.dtype)
 
         hidden = self._run(self._embed(input_ids.reshape(-1).to(self.device)), attend)
@@ -262,7 +268,7 @@ class Decoder:
     def _fuse(self) -> StepLayers | None:
         """Return the layers for `decoder_step`, or None where one op at a time serves better."""
         step = StepLayers()
-        fits = self.shape.residual_multiplier == 1.0
+        fits = self.shape.residual_multiplier == 1.0 and self.shape.scores_cap is None
         fits = fits and all(layer.add_to(step) for layer in self._layers)
         return step if fits and EXTENSION_LOADED and self.device.type == "cpu" else None
 

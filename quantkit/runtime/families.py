@@ -67,6 +67,13 @@ FAMILIES = {
     "phi3": Family(window_everywhere=True, fused=True),
     "granite": Family(bias_options=True),
     "gemma": Family(bias_options=True, float32_norms=True, norm_offset=1.0, scales_embedding=True),
+    "gemma2": Family(
+        bias_options=True,
+        output_norms=True,
+        float32_norms=True,
+        norm_offset=1.0,
+        scales_embedding=True,
+    ),
     "gemma3_text": Family(
         bias_options=True,
         qk_norm=True,
@@ -174,6 +181,7 @@ class ModelShape:
     embedding_multiplier: float = 1.0
     rounds_multiplier: bool = False  # to the dtype of activations
     logits_cap: float | None = None  # logits become cap * tanh(logits / cap)
+    scores_cap: float | None = None  # and so do the scores of attention
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
     logits_divisor: float = 1.0
 
@@ -251,9 +259,8 @@ def model_shape(config: Any) -> ModelShape:
     activation = getattr(config, "hidden_activation", None) or config.hidden_act
     if activation not in ACTIVATIONS:
         raise UnsupportedError(f"hidden_act {activation!r} is not known")
-    for option in ("attn_logit_softcapping", "use_bidirectional_attention"):
-        if getattr(config, option, None):
-            raise UnsupportedError(f"{option} is not known")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedError("use_bidirectional_attention is not known")
     for parameters in _rotations(config).values():
         _check_rope(parameters)
     attention_bias = family.bias_options and bool(getattr(config, "attention_bias", False))
@@ -291,6 +298,7 @@ def model_shape(config: Any) -> ModelShape:
         embedding_multiplier=float(multiplier),
         rounds_multiplier=family.scales_embedding,
         logits_cap=getattr(config, "final_logit_softcapping", None),
+        scores_cap=getattr(config, "attn_logit_softcapping", None),
         residual_multiplier=float(getattr(config, "residual_multiplier", 1.0)),
         logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
     )
@@ -299,7 +307,8 @@ def model_shape(config: Any) -> ModelShape:
 def rotary_frequencies(config: Any) -> list[tuple[Tensor, float]]:
     """Return of each rotation, as `ModelShape.rotary` numbers them, its frequencies and factor.
 
-    Shapes: float32 [rotary_dim / 2], radians per position of each pair; the factor is on cos and sin.
+    Shapes: float32 [rotary_dim / 2], radians per position of each pair; the factor is on cos and
+    sin.
     """
     return [
         _frequencies(config, kind, parameters) for kind, parameters in _rotations(config).items()

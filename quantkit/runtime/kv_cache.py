@@ -1,6 +1,6 @@
 """The paged KV cache: who owns which block, and the tensors the blocks live in.
 
-All layers share one block table per sequence. Keys and values are E4M3 codes with static scales
+All layers share one block table per sequence. Keys and values are 8-bit codes with static scales
 per layer, or plain values. What prefill, decode and verification read is the same stored data, so
 rolling back tokens is setting a length.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.attention_ops import causal_attention, paged_attention
 from quantkit.cache_ops import kv_gather, rotary_append
 from quantkit.errors import CheckpointError, GenerationError
-from quantkit.numerics import E4M3
+from quantkit.numerics import E4M3, Format
 
 BLOCK_SIZE = 16
 """Tokens per block: small enough to waste little, large enough for one gather per block."""
@@ -37,9 +37,10 @@ class CacheLayout:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype  # of stored values; with scales it is always E4M3
+    dtype: torch.dtype  # of stored values, where there are no scales
     device: torch.device
     scales: tuple[Scales, ...] | None = None  # one entry per layer
+    fmt: Format = E4M3  # of codes, where there are scales
 
     def __post_init__(self) -> None:
         """Raise CheckpointError unless there is one scale, or one per KV head, in each layer."""
@@ -193,14 +194,20 @@ class PagedCache:
         return rotary_append(qkv, *norms, angles, keys, values, k_scale, v_scale, slots, heads)
 
     def attend(
-        self, layer: int, query: Tensor, step: CacheStep, scale: float, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        step: CacheStep,
+        scale: float,
+        window: int | None,
+        softcap: float | None = None,
     ) -> Tensor:
-        """Attend to everything stored, the tokens of `step` included.
+        """Attend to everything stored, the tokens of `step` included; see `paged_attention`.
 
         Shapes: query [num_tokens, heads, head_dim] -> the same.
         """
         if query.is_cuda and step.is_prefill:
-            return self._attend_prefill(layer, query, step, scale, window)
+            return self._attend_prefill(layer, query, step, scale, window, softcap)
         k_scale, v_scale = self._scales(layer)
         return paged_attention(
             query,
@@ -213,10 +220,17 @@ class PagedCache:
             step.query_starts,
             scale,
             window,
+            softcap,
         )
 
     def _attend_prefill(
-        self, layer: int, query: Tensor, step: CacheStep, scale: float, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        step: CacheStep,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """Attend with many queries on a GPU: what is stored, read back, then torch's attention."""
         parts, begin = [], 0
@@ -228,7 +242,8 @@ class PagedCache:
                     (self._keys, self._values), self._scales(layer), strict=True
                 )
             )
-            parts.append(causal_attention(query[begin : last + 1], key, value, scale, window))
+            queries = query[begin : last + 1]
+            parts.append(causal_attention(queries, key, value, scale, window, softcap))
             begin = last + 1
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -252,7 +267,7 @@ class PagedCache:
         layout = self.layout
         return torch.empty(
             (count, BLOCK_SIZE, layout.num_kv_heads, layout.head_dim),
-            dtype=E4M3.dtype if layout.scales else layout.dtype,
+            dtype=layout.fmt.dtype if layout.scales else layout.dtype,
             device=layout.device,
         )
 

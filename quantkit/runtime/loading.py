@@ -15,6 +15,7 @@ import torch
 from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.errors import CheckpointError, UnsupportedError, nearest
 from quantkit.extension import EXTENSION_LOADED, load_cuda_kernels
+from quantkit.numerics import E4M3
 from quantkit.ops import CUDA_FEW_ROWS
 from quantkit.runtime.decoder import Decoder
 from quantkit.runtime.engine import Engine
@@ -100,11 +101,12 @@ def _build(reader: WeightReader, quantize_kv: bool) -> Engine:
         logger.warning("running the model through transformers, more slowly: %s", reason)
         return TransformersEngine(reader, config, quantize_kv)
     scales = reader.kv_scales(range(shape.num_layers)) if quantize_kv else None
+    kv = reader.checkpoint.scheme.kv
     rotations = [
         Rotation(frequencies.to(reader.device), factor)
         for frequencies, factor in rotary_frequencies(config)
     ]
-    return Decoder(reader, shape, rotations, scales)
+    return Decoder(reader, shape, rotations, scales, E4M3 if kv is None else kv.fmt)
 
 
 @lru_cache(maxsize=2)

@@ -9,8 +9,8 @@ from torch import Tensor
 class Rotation:
     """Angles of the rotary embedding, in tables that grow with the longest sequence.
 
-    `frequencies` are radians per position of each pair, float32 [rotary_dim / 2]; `factor` multiplies
-    cos and sin.
+    `frequencies` are radians per position of each pair, float32 [rotary_dim / 2]; `factor`
+    multiplies cos and sin.
     """
 
     def __init__(self, frequencies: Tensor, factor: float) -> None:

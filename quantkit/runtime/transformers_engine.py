@@ -21,7 +21,7 @@ from quantkit.checkpoint import cached_layers
 from quantkit.errors import CheckpointError, GenerationError, UnsupportedError
 from quantkit.experts import FUSED, find_fused, split_experts
 from quantkit.model_names import names_in_model
-from quantkit.numerics import E4M3, decode, encode
+from quantkit.numerics import E4M3, Format, decode, encode
 from quantkit.runtime.decoder import check_context
 from quantkit.runtime.engine import SequenceCache
 from quantkit.runtime.kv_cache import Scales
@@ -48,14 +48,15 @@ class SwappedLinear(nn.Module):
 
 
 class RoundingCache(DynamicCache):  # type: ignore[misc]
-    """A transformers cache that keeps every token, and rounds what it stores to E4M3.
+    """A transformers cache that keeps every token, and rounds what it stores to 8 bits.
 
     `scales` maps the number of a layer to its k_scale and v_scale; other layers are not rounded.
     """
 
-    def __init__(self, config: Any, scales: dict[int, Scales]) -> None:
+    def __init__(self, config: Any, scales: dict[int, Scales], fmt: Format = E4M3) -> None:
         super().__init__(config=config)
         self.scales = scales
+        self.fmt = fmt
         # A sliding layer drops old tokens and could not be rolled back. The mask hides them too.
         self.layers: list[Any] = [
             DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer
@@ -69,8 +70,8 @@ class RoundingCache(DynamicCache):  # type: ignore[misc]
         if layer_idx in self.scales:
             k_scale, v_scale = self.scales[layer_idx]
             key_states, value_states = (
-                _rounded(key_states, k_scale),
-                _rounded(value_states, v_scale),
+                _rounded(key_states, k_scale, self.fmt),
+                _rounded(value_states, v_scale, self.fmt),
             )
         stored: tuple[Tensor, Tensor] = super().update(
             key_states, value_states, layer_idx, *args, **kwargs
@@ -93,11 +94,14 @@ class RoundingCache(DynamicCache):  # type: ignore[misc]
 class SequentialCache:
     """One transformers cache per sequence; implements SequenceCache."""
 
-    def __init__(self, num_sequences: int, config: Any, scales: dict[int, Scales]) -> None:
+    def __init__(
+        self, num_sequences: int, config: Any, scales: dict[int, Scales], fmt: Format = E4M3
+    ) -> None:
         self._config = config
         self._scales = scales
         self._lengths = [0] * num_sequences
-        self._caches = [RoundingCache(config, scales) for _ in range(num_sequences)]
+        self._fmt = fmt
+        self._caches = [RoundingCache(config, scales, fmt) for _ in range(num_sequences)]
 
     @property
     def lengths(self) -> list[int]:
@@ -126,7 +130,7 @@ class SequentialCache:
 
     def release(self, sequence: int) -> None:
         """Forget `sequence`; it may be used again."""
-        self._caches[sequence] = RoundingCache(self._config, self._scales)
+        self._caches[sequence] = RoundingCache(self._config, self._scales, self._fmt)
         self._lengths[sequence] = 0
 
 
@@ -141,6 +145,8 @@ class TransformersEngine:
         self.dtype = reader.dtype
         self._config = config
         self._scales: dict[int, Scales] = {}
+        kv = reader.checkpoint.scheme.kv
+        self._kv_format = E4M3 if kv is None else kv.fmt
         if quantize_kv:
             layers = cached_layers(reader.checkpoint.config)
             self._scales = dict(zip(layers, reader.kv_scales(layers), strict=True))
@@ -152,7 +158,7 @@ class TransformersEngine:
 
     def new_cache(self, num_sequences: int, max_tokens: int) -> SequentialCache:
         """Return an empty cache; it grows as needed."""
-        return SequentialCache(num_sequences, self._config, self._scales)
+        return SequentialCache(num_sequences, self._config, self._scales, self._kv_format)
 
     @torch.inference_mode()
     def forward(
@@ -259,11 +265,11 @@ def _swap(model: Any, weight_name: str | None, module: str, reader: WeightReader
     model.set_submodule(target, SwappedLinear(linear, size[1], size[0]))
 
 
-def _rounded(x: Tensor, scale: Tensor) -> Tensor:
+def _rounded(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
     """Quantize and dequantize. Shapes: x [1, heads, tokens, head_dim], scale [1] or [heads]."""
     if scale.numel() not in (1, x.shape[1]):
         raise CheckpointError(
             f"a KV scale has {scale.numel()} elements, expected 1 or {x.shape[1]} (KV heads)"
         )
     per_head = scale.view(-1, 1, 1)
-    return (decode(encode(x.float() / per_head, E4M3), E4M3) * per_head).to(x.dtype)
+    return (decode(encode(x.float() / per_head, fmt), fmt) * per_head).to(x.dtype)

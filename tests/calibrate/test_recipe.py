@@ -48,10 +48,10 @@ def test_the_packaged_recipes_are_what_their_names_say() -> None:
     assert (accurate.weights, accurate.inputs) == (QuantSpec(Granularity.CHANNEL), None)
     assert [r.is_portable for r in (dynamic, static, block, accurate)] == [True, True, True, False]
     for recipe in (dynamic, static, block):
-        assert (recipe.head, recipe.ignore) == (None, ("lm_head",))
-    assert (accurate.head, accurate.ignore) == ("e3m4", ())
+        assert (recipe.head, recipe.ignore, recipe.kv) == (None, ("lm_head",), "fp8")
+    assert (accurate.head, accurate.ignore, accurate.kv) == ("e3m4", (), "fp8-e3m4")
     for recipe in (dynamic, static, block, accurate):
-        assert (recipe.kv, recipe.targets) == ("fp8", ("Linear",))
+        assert recipe.targets == ("Linear",)
         assert recipe.description
 
 

@@ -22,7 +22,7 @@ from tests import checkpoints, tiny
 
 Make = Callable[..., Path]
 EVERY_FAMILY = pytest.mark.parametrize("family", checkpoints.FAMILIES)
-SOME = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma3", "olmo2"]
+SOME = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3", "olmo2"]
 SOME_FAMILIES = pytest.mark.parametrize("family", SOME)
 EVERY_KV = pytest.mark.parametrize("kv", ["none", "fp8", "fp8-head"])
 FLOAT32 = 1e-4  # logits are about 10; a few hundred float32 roundings
