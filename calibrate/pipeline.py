@@ -62,6 +62,7 @@ def calibrate(
     recipe: str | Path | Recipe = "fp8-dynamic",
     data: Sequence[str] = ("builtin",),
     samples: int = 128,
+    strict_samples: bool = False,
     seq_len: int | None = None,
     batch_size: int | None = None,
     seed: int = 0,
@@ -87,6 +88,7 @@ def calibrate(
         recipe: name of a packaged recipe, a FILE.toml, or a Recipe.
         data: sources of calibration text, see `quantkit.calibrate.data`.
         samples: number of calibration samples in all.
+        strict_samples: refuse data that gives fewer usable samples; otherwise that is a warning.
         seq_len: tokens per sample; default 2048 or the model's own limit, whichever is less.
         batch_size: sequences per forward pass; default what suits the device. Changes no result.
             Mixture-of-experts models take them one by one.
@@ -146,6 +148,8 @@ def calibrate(
                 chat_template=_read_template(chat_template),
                 self_generate=partial(generate_samples, source),
             )
+            if strict_samples:
+                _check_count(found, samples)
         report = Report(plan, destination)
         report.warn([*plan.warnings, *([note] if note else [])])
         report.warn(found.warnings if found else [])
@@ -238,6 +242,12 @@ def _check_options(dtype: str, **counts: int | None) -> None:
             raise DataError(f"{option} must be at least 1, got {value}")
     if dtype not in DTYPES:
         raise UnsupportedError(f"dtype is {dtype!r}; known: {', '.join(DTYPES)}")
+
+
+def _check_count(found: Samples, asked: int) -> None:
+    if len(found.ids) < asked:
+        reasons = "; ".join(found.warnings) or f"{len(found.ids)} of {asked} samples usable"
+        raise DataError(f"{reasons}; give more --data, or ask for fewer --samples")
 
 
 def _destination(output: str | Path | None, model: str | Path) -> Path:

@@ -525,6 +525,8 @@ class TestB18Data:
         report = json.loads((out / "quantkit.json").read_text())
         assert any(words in warning for warning in report["warnings"])
         assert report["data"]["samples"] == 3
+        with pytest.raises(DataError, match=r"3 of 128 samples usable \(13 empty\).*--samples"):
+            run(tiny_llama, data=[str(data)], samples=128, strict_samples=True)
 
     def test_b18_e_rows_of_one_token_are_too_short(
         self, tiny_llama: Path, run: Run, tmp_path: Path

@@ -39,6 +39,10 @@ def calibrate(
         ),
     ] = None,
     samples: Annotated[int, typer.Option(help="Calibration samples in all.")] = 128,
+    strict_samples: Annotated[
+        bool,
+        typer.Option("--strict-samples", help="Fail if the data gives fewer usable samples."),
+    ] = False,
     seq_len: Annotated[
         int | None,
         typer.Option(help="Tokens per sample. [default: 2048, or the model's limit]"),
@@ -115,6 +119,7 @@ def calibrate(
             recipe=recipe,
             data=data or ["builtin"],
             samples=samples,
+            strict_samples=strict_samples,
             seq_len=seq_len,
             batch_size=batch_size,
             seed=seed,

@@ -299,7 +299,7 @@ inline Word2 decode_quad_e4m3(uint32_t codes) {
            decode_pair_e4m3(static_cast<uint16_t>(codes >> 16))}};
 }
 inline uint16_t encode_pair_e4m3(float low, float high) {
-  return static_cast<uint16_t>(encode_e4m3(low) | encode_e4m3(high) << 8);
+  return static_cast<uint16_t>(encode<E4M3>(low) | encode<E4M3>(high) << 8);
 }
 
 inline void wait_for_previous_kernel() {}
