@@ -18,7 +18,8 @@ from quantkit.calibrate.source import (
     refuse_quantized,
     refuse_quantized_tensors,
 )
-from quantkit.errors import SourceError
+from quantkit.config_sizes import check_sizes
+from quantkit.errors import SourceError, first_line
 from quantkit.shards import INDEX_NAME, SINGLE_NAME, ShardReader, read_json
 from quantkit.side_files import copy_side_files
 
@@ -86,6 +87,7 @@ class FolderSource:
         self.name = name
         self.trust_remote_code = trust_remote_code
         self.config_dict = read_json(path / "config.json")
+        check_sizes(self.config_dict, path / "config.json")
         refuse_quantized(path / "config.json", self.config_dict)
         self._tensors = self._open_tensors()
         refuse_quantized_tensors(path, ((name, self.dtype(name)) for name in self.names))
@@ -134,8 +136,8 @@ class FolderSource:
             return AutoConfig.from_pretrained(
                 self.path, trust_remote_code=self.trust_remote_code, local_files_only=True
             )
-        except (ValueError, KeyError, OSError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # its own checks of a config raise of every kind
+            reason = first_line(error)
             raise SourceError(f"{self.path / 'config.json'} cannot be used: {reason}") from error
 
     def tokenizer(self) -> Any:
@@ -146,8 +148,8 @@ class FolderSource:
             return AutoTokenizer.from_pretrained(
                 self.path, trust_remote_code=self.trust_remote_code, local_files_only=True
             )
-        except (ValueError, KeyError, OSError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # the library of tokenizers raises plain ones
+            reason = first_line(error)
             raise SourceError(f"{self.path} has no usable tokenizer: {reason}") from error
 
     def write_side_files(self, folder: Path) -> None:

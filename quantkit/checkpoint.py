@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.config_sizes import LAYERS, check_sizes
 from quantkit.containers import IgnoreList, Shape, read_scheme
 from quantkit.errors import CheckpointError
 from quantkit.kv_scales import LayerScales, find_kv_scales, has_kv_scales, unit_kv_scales
@@ -89,6 +90,7 @@ class Checkpoint:
     def __init__(self, path: Path, kv: bool = True) -> None:
         self.path = path
         self.config = read_json(path / "config.json")
+        check_sizes(self.config, path / "config.json")
         self.container, self.scheme = read_scheme(self.config, path)
         self._shards = ShardReader(path)
         self._check_no_strays()
@@ -307,8 +309,7 @@ def cached_layers(config: Mapping[str, Any]) -> list[int]:
     cached.
     """
     text = config.get("text_config") or config
-    names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-    count = next((int(text[name]) for name in names if text.get(name)), 0)
+    count = next((int(text[name]) for name in LAYERS if text.get(name)), 0)
     kinds = text.get("layer_types") or ["full_attention"] * count
     attention = {"full_attention", "sliding_attention", "chunked_attention"}
     own = len(kinds) - (text.get("num_kv_shared_layers") or 0)

@@ -42,6 +42,15 @@ class GenerationError(QuantKitError):
     """A sampling parameter or a prompt is invalid."""
 
 
+def first_line(error: BaseException, limit: int = 200) -> str:
+    """Return what another library's error says, as a part of one readable line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else "".join(lines[:1])
+    if not text or isinstance(error, KeyError):
+        text = f"{type(error).__name__} {text}".strip()
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
 def nearest(word: str, options: Iterable[str]) -> str:
     """Return `" (did you mean 'x'?)"` for the option closest to `word`, or an empty string."""
     matches = difflib.get_close_matches(word, list(options), n=1, cutoff=0.5)

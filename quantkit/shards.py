@@ -33,7 +33,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         hint = where_it_was_set_aside(path.parent)
         raise CheckpointError(f"{path} does not exist{hint}") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # nested too deeply, a number too long
         raise CheckpointError(f"cannot read {path}: {error}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, expected a JSON object")

@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SHARED = (
     "errors", "numerics", "scheme", "containers", "staging", "tensor_file", "shards", "side_files",
-    "checkpoint", "model_names", "experts",
+    "checkpoint", "config_sizes", "model_names", "experts",
 )  # fmt: skip
 OPS = (
     "extension", "op_checks", "ops", "dense_ops", "attention_ops", "cache_ops", "row_ops",
@@ -51,7 +51,16 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "side_files": ("staging",),
     "containers": ("errors", "numerics", "scheme", "shards", "containers"),
     "kv_scales": ("errors", "containers"),
-    "checkpoint": ("errors", "numerics", "scheme", "containers", "kv_scales", "shards"),
+    "config_sizes": ("errors",),
+    "checkpoint": (
+        "errors",
+        "numerics",
+        "scheme",
+        "containers",
+        "kv_scales",
+        "shards",
+        "config_sizes",
+    ),
     "model_names": (),
     "experts": ("model_names",),
     "calibrate": (*SHARED, "calibrate"),

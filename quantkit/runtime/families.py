@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.errors import CheckpointError, UnsupportedError
+from quantkit.errors import CheckpointError, UnsupportedError, first_line
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -28,6 +28,9 @@ ACTIVATIONS = {
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings whose frequencies do not depend on the length of the sequence."""
+
+MAX_HEAD_DIM = 65536
+"""Far beyond any model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +236,7 @@ def parse_config(config: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     model_type = config.get("model_type")
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise UnsupportedError(
             f"config.json has model_type {model_type!r}, which transformers "
             f"{transformers.__version__} does not know; a newer one may"
@@ -241,8 +244,10 @@ def parse_config(config: Mapping[str, Any]) -> Any:
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     try:
         return CONFIG_MAPPING[model_type].from_dict(plain)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"config.json is not a valid {model_type} config: {error}") from None
+    except Exception as error:  # its own checks of a config raise of every kind
+        raise CheckpointError(
+            f"config.json is not a valid {model_type} config: {first_line(error)}"
+        ) from error
 
 
 def model_shape(config: Any) -> ModelShape:
@@ -310,9 +315,14 @@ def rotary_frequencies(config: Any) -> list[tuple[Tensor, float]]:
     Shapes: float32 [rotary_dim / 2], radians per position of each pair; the factor is on cos and
     sin.
     """
-    return [
-        _frequencies(config, kind, parameters) for kind, parameters in _rotations(config).items()
-    ]
+    rotations = _rotations(config)
+    try:
+        return [_frequencies(config, kind, parameters) for kind, parameters in rotations.items()]
+    except Exception as error:  # whatever a wrong type or size makes torch raise
+        raise CheckpointError(
+            f"config.json has rope_parameters {dict(rotations)!r:.200}, which give no rotary "
+            f"embedding: {first_line(error)}"
+        ) from error
 
 
 def _frequencies(
@@ -341,7 +351,12 @@ def _rotations(config: Any) -> dict[str | None, Mapping[str, Any]]:
 
 def _head_dim(config: Any) -> int:
     explicit = getattr(config, "head_dim", None)
-    return int(explicit or config.hidden_size // config.num_attention_heads)
+    size = int(explicit or config.hidden_size // config.num_attention_heads)
+    if not 1 <= size <= MAX_HEAD_DIM:
+        raise CheckpointError(
+            f"config.json makes heads of {size} features, expected 1 to {MAX_HEAD_DIM}; restore it"
+        )
+    return size
 
 
 def _check_rope(parameters: Mapping[str, Any]) -> None:

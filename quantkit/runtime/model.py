@@ -10,7 +10,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from quantkit.errors import CheckpointError, GenerationError
+from quantkit.errors import CheckpointError, GenerationError, first_line
 from quantkit.runtime.drafting import Speculator
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generation import Generation
@@ -64,8 +64,8 @@ class Fp8Model:
 
         try:
             return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        except Exception as error:  # the library of tokenizers raises plain ones
+            reason = first_line(error)
             raise CheckpointError(f"cannot load the tokenizer of {self.path}: {reason}") from error
 
     @property

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from quantkit.checkpoint import cached_layers
-from quantkit.errors import CheckpointError, GenerationError, UnsupportedError
+from quantkit.errors import CheckpointError, GenerationError, UnsupportedError, first_line
 from quantkit.experts import FUSED, find_fused, split_experts
 from quantkit.model_names import names_in_model
 from quantkit.numerics import E4M3, Format, decode, encode
@@ -237,11 +237,11 @@ def _empty_model(config: Any, dtype: torch.dtype) -> Any:
     try:
         with init_empty_weights(include_buffers=False):
             return AutoModelForCausalLM.from_config(config, dtype=dtype)
-    except ValueError as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # a class that its config does not fit raises of every kind
         raise UnsupportedError(
-            f"transformers has no causal language model for {config.model_type!r}: {reason}"
-        ) from None
+            f"transformers has no causal language model for {config.model_type!r} with this "
+            f"config.json: {first_line(error)}"
+        ) from error
 
 
 def _split_experts(model: Any, names: Sequence[str]) -> None:

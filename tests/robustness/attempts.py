@@ -1,0 +1,142 @@
+"""Damage checkpoints seed by seed, open each in every way, and say what went wrong.
+
+A program, because it limits its own memory: `python -m tests.robustness.attempts GOOD WORK FIRST
+COUNT`, where GOOD has the intact folders. Prints the seed and the damage before each attempt, so
+that a crash shows where, and one JSON object at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit import load_fp8
+from quantkit.calibrate.source import open_source
+from quantkit.errors import QuantKitError
+from quantkit.inspection.inspection import inspect
+from quantkit.lint import lint
+from tests import tiny
+from tests.robustness.mutations import damage
+
+MEMORY = 1 << 30
+SECONDS = 5
+
+
+class TooSlow(BaseException):
+    """No Exception, so that nothing in between takes it for one that it handles."""
+
+
+def load(folder: Path) -> str:
+    """Load a checkpoint; run it if it loads."""
+    model = load_fp8(folder, device="cpu")
+    logits = model.logits(tiny.random_ids(5).view(1, -1))
+    return "finite" if bool(logits.isfinite().all()) else "not finite"
+
+
+def check(folder: Path) -> str:
+    """Lint a folder."""
+    report = lint(folder)
+    json.dumps(report.to_json(), allow_nan=False)
+    return "good" if report.ok else "findings"
+
+
+def look(folder: Path) -> str:
+    """Inspect a folder, and write the page's numbers."""
+    inspect(folder).to_json()
+    return "inspected"
+
+
+def source(folder: Path) -> str:
+    """Open a folder as the model to calibrate."""
+    opened = open_source(folder)
+    opened.config()
+    opened.scan(lambda: None)
+    return "opened"
+
+
+WAYS: dict[str, Callable[[Path], str]] = {
+    "load": load,
+    "check": check,
+    "inspect": look,
+    "source": source,
+}
+
+
+def attempt(way: Callable[[Path], str], folder: Path) -> str:
+    """Return how opening went; a fault starts with "fault"."""
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        return way(folder)
+    except QuantKitError as error:
+        message = str(error)
+        return "refused" if message and len(message) < 3000 else f"fault: says {message[:80]!r}"
+    except (Exception, TooSlow) as error:
+        where = traceback.extract_tb(error.__traceback__)
+        ours = [f for f in where if "/quantkit/" in f.filename] or list(where)
+        place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}"
+        return f"fault: {type(error).__name__} in {place}: {str(error)[:120]}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def run(good: Path, work: Path, seeds: range) -> dict[str, Any]:
+    """Try all seeds; return counts by way and outcome, and the faults."""
+    bases = sorted(path.name for path in good.iterdir())
+    counts: Counter[str] = Counter()
+    faults = []
+    for seed in seeds:
+        folder, base = work / "damaged", bases[seed % len(bases)]
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(good / base, folder)
+        done = damage(folder, seed)
+        print(
+            f"seed {seed}, {base}: {done.encode('ascii', 'backslashreplace').decode()}", flush=True
+        )
+        for name, way in WAYS.items():
+            began = time.monotonic()
+            outcome = attempt(way, folder)
+            counts[f"{name}: {outcome.partition(':')[0]}"] += 1
+            if outcome.startswith("fault"):
+                seconds = round(time.monotonic() - began, 1)
+                faults.append([seed, base, name, done, outcome, seconds])
+    return {"counts": dict(sorted(counts.items())), "faults": faults}
+
+
+def limit_memory() -> None:
+    """Allow this process `MEMORY` bytes more than it has now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _too_slow(*_: Any) -> None:
+    raise TooSlow(f"no end after {SECONDS} seconds")
+
+
+def main() -> None:
+    """Run as the module says."""
+    good, work, first, count = Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:5])
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, _too_slow)
+    for base in sorted(good.iterdir()):  # imports what is imported lazily, before the limit
+        for way in WAYS.values():
+            attempt(way, base)
+    limit_memory()
+    print(json.dumps(run(good, work, range(first, first + count))))
+
+
+if __name__ == "__main__":
+    main()

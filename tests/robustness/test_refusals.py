@@ -1,0 +1,103 @@
+"""What the sweeps found, each kind by its name: refused with the file and the value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit import load_fp8
+from quantkit.calibrate.source import open_source
+from quantkit.errors import CheckpointError, QuantKitError, SourceError, first_line
+from quantkit.inspection.inspection import inspect
+from tests import checkpoints
+from tests.checkpoints import FAMILIES
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an intact checkpoint; its source lies beside it."""
+    return checkpoints.build(tmp_path_factory.mktemp("built"), FAMILIES["llama"](), kv="fp8")
+
+
+@pytest.fixture
+def damaged(good: Path, tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that copies the checkpoint or its source with a changed config.json."""
+
+    def copy(folder: Path = good, text: str | None = None, **changes: Any) -> Path:
+        for path in folder.iterdir():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+        config = json.loads((folder / "config.json").read_text()) | changes
+        (tmp_path / "config.json").write_text(json.dumps(config) if text is None else text)
+        return tmp_path
+
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 2**40),
+        ("num_hidden_layers", [64]),
+        ("num_hidden_layers", "2"),
+        ("num_attention_heads", 0),
+        ("head_dim", 2**62),
+        ("vocab_size", -1),
+        ("hidden_size", 1e9),
+        ("text_config", "x"),
+        ("layer_types", [[]]),
+        ("num_kv_shared_layers", "x"),
+    ],
+)
+def test_a_size_that_no_model_has(damaged: Callable[..., Path], key: str, value: Any) -> None:
+    folder = damaged(**{key: value})
+    for way in (load_fp8, inspect):
+        with pytest.raises(CheckpointError, match=rf"config\.json has {key}="):
+            way(folder)
+
+
+def test_a_head_that_is_too_wide(damaged: Callable[..., Path]) -> None:
+    with pytest.raises(CheckpointError, match="heads of 1048576 features, expected 1 to 65536"):
+        load_fp8(damaged(head_dim=2**20), device="cpu")
+
+
+@pytest.mark.parametrize("changes", [{"vocab_size": "64"}, {"hidden_size": 65}])
+def test_a_config_that_transformers_refuses(
+    good: Path, damaged: Callable[..., Path], changes: dict[str, Any]
+) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json is not a valid llama config: ."):
+        load_fp8(damaged(**changes), device="cpu")
+    with pytest.raises(SourceError, match=r"config\.json cannot be used: ."):
+        open_source(damaged(good.parent / "source", **changes)).config()
+
+
+def test_rotary_parameters_that_give_no_frequencies(damaged: Callable[..., Path]) -> None:
+    wrong = {"rope_type": "default", "rope_theta": "x"}
+    with pytest.raises(CheckpointError, match=r"rope_parameters .*'x'.* give no rotary embedding"):
+        load_fp8(damaged(rope_parameters=wrong), device="cpu")
+
+
+def test_an_activation_that_nobody_knows(damaged: Callable[..., Path]) -> None:
+    with pytest.raises(QuantKitError, match=r"with this config\.json: KeyError 'wavy'"):
+        load_fp8(damaged(hidden_act="wavy"), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a":' * 100_000, '{"a": ' + "9" * 5000 + "}"], ids=["nested", "long number"]
+)
+def test_json_that_is_hard_on_parsers(good: Path, damaged: Callable[..., Path], text: str) -> None:
+    folder = damaged(text=text)
+    for way in (load_fp8, open_source):
+        with pytest.raises(QuantKitError, match=r"config\.json"):
+            way(folder)
+
+
+def test_what_another_library_says_is_one_line() -> None:
+    assert first_line(ValueError("\n one\ntwo")) == "one"
+    assert first_line(ValueError("of field:\n  no number\nmore")) == "of field: no number"
+    assert first_line(KeyError("x")) == "KeyError 'x'"
+    assert first_line(MemoryError()) == "MemoryError"
+    assert first_line(ValueError("a" * 500)) == "a" * 200 + "..."
