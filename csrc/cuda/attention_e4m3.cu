@@ -1,29 +1,9 @@
 // Attention to caches of E4M3 codes.
 
-#include "attention_kernels.cuh"
+#include "attention_codes.cuh"
 
 namespace quantkit::cuda {
-namespace {
 
-template <int head_dim, int row_tiles, int key_tiles, int blocks_per_sm, bool shared_query>
-AttentionKernel kernel() {
-  return attention_kernel<
-      AttentionShape<E4M3, head_dim, row_tiles, key_tiles, 4, 256, blocks_per_sm, shared_query>>();
-}
-
-// Registers decide how many blocks there is room for. Short keys are taken 32 at a time, so that
-// as many bytes are on their way.
-const AttentionKernel kKernels[] = {
-    kernel<64, 1, 2, 4, false>(),  kernel<64, 2, 2, 3, false>(), kernel<64, 4, 2, 2, false>(),
-    kernel<80, 1, 2, 4, false>(),  kernel<80, 2, 2, 3, false>(), kernel<80, 4, 2, 2, true>(),
-    kernel<96, 1, 1, 4, false>(),  kernel<96, 2, 1, 3, false>(), kernel<96, 4, 1, 2, true>(),
-    kernel<128, 1, 1, 4, false>(), kernel<128, 2, 1, 3, true>(), kernel<128, 4, 1, 2, true>(),
-    kernel<192, 1, 1, 3, false>(), kernel<192, 2, 1, 2, true>(), kernel<256, 1, 1, 2, false>(),
-    kernel<256, 2, 1, 2, true>(),
-};
-
-}  // namespace
-
-std::span<const AttentionKernel> e4m3_attention_kernels() { return kKernels; }
+std::span<const AttentionKernel> e4m3_attention_kernels() { return CodeKernels<E4M3>::table(); }
 
 }  // namespace quantkit::cuda
