@@ -181,7 +181,7 @@ def hostile_text(folder: Path, chance: random.Random) -> str:
 def index_entry(folder: Path, chance: random.Random) -> str:
     """Add an index that leads elsewhere."""
     names = sorted(set(_read_shard(folder / SHARD)[0]) - {"__metadata__"})
-    targets = [
+    targets: list[Any] = [
         "../x.safetensors",
         "/etc/passwd",
         "..",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,25 +14,41 @@ import pytest
 
 from quantkit.shards import write_json
 from tests import checkpoints, tiny
-from tests.checkpoints import DYNAMIC, FAMILIES, NATIVE
+from tests.checkpoints import DYNAMIC, FAMILIES, NATIVE, OTHERS, STATIC
+from tests.foreign import FOREIGN, NAMES
 from tests.inspection.documents import document
 
 ROOT = Path(__file__).parents[2]
-SEEDS = 3000
-"""Of the long sweep: about four minutes on one core."""
+SEEDS = 10_000
+"""Of the long sweep: a few minutes on one core."""
+
+
+BASES = {
+    "dynamic": ("llama", DYNAMIC, "fp8-head"),
+    "native": ("llama", NATIVE, "fp8"),
+    "static-yarn": ("llama-rope-yarn", STATIC, "fp8"),
+    "gemma3": ("gemma3", DYNAMIC, "none"),
+    "phi3": ("phi3", DYNAMIC, "none"),
+    "smollm3": ("smollm3", NATIVE, "none"),
+    "transformers": ("gpt-neox", DYNAMIC, "fp8"),
+}
+"""Of checkpoints of ours: model, scheme, KV cache. The last one runs through transformers."""
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of intact ones: a portable and a native checkpoint, and their source."""
+    """Return a folder of intact ones: checkpoints of ours and of other tools, and a source."""
     work = tmp_path_factory.mktemp("built")
     folder = tmp_path_factory.mktemp("good")
-    for name, scheme, kv in (("portable", DYNAMIC, "fp8-head"), ("native", NATIVE, "fp8")):
+    for name, (family, scheme, kv) in BASES.items():
         (work / name).mkdir()
-        built = checkpoints.build(work / name, FAMILIES["llama"](), scheme, kv)
+        built = checkpoints.build(work / name, (FAMILIES | OTHERS)[family](), scheme, kv)
         tiny.save_tokenizer(built).rename(folder / name)
-    write_json(folder / "portable" / "quantkit.json", document())
-    tiny.save_tokenizer(work / "native" / "source").rename(folder / "source")
+    write_json(folder / "dynamic" / "quantkit.json", document())
+    for family in ("native", "gemma3"):
+        tiny.save_tokenizer(work / family / "source").rename(folder / f"source-{family}")
+    for name in NAMES:
+        shutil.copytree(FOREIGN / name, folder / name)
     return folder
 
 
@@ -54,6 +71,9 @@ def attempts(good: Path, work: Path, first: int, count: int, timeout: float) -> 
 def test_sixty_damaged_checkpoints_work_or_are_refused(good: Path, tmp_path: Path) -> None:
     result = attempts(good, tmp_path, 0, 60, timeout=120)
     assert not result["faults"]
+    for name, outcomes in result["intact"].items():
+        way, expected = ("source", "opened") if name.startswith("source") else ("load", "finite")
+        assert outcomes[way] == expected, name
     assert sum(result["counts"].values()) == 60 * 4
     assert result["counts"]["load: refused"] > 20
 
