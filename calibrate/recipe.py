@@ -203,10 +203,7 @@ def parse_recipe(text: str, where: str, name: str) -> Recipe:
 
     `where` opens every error; `name` is taken if the file gives none.
     """
-    try:
-        table = strict_fields(Recipe, tomllib.loads(text), where)
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{where} is not valid TOML: {error}") from None
+    table = strict_fields(Recipe, _parse_toml(text, where), where)
     if "weights" not in table:
         raise RecipeError(f"{where} has no [weights] table; 'granularity' is its one required key")
     for key in ("name", "description", "kv", "head"):
@@ -225,6 +222,28 @@ def parse_recipe(text: str, where: str, name: str) -> Recipe:
         return Recipe(**{"name": name, **table})
     except RecipeError as error:
         raise RecipeError(f"{where}: {error}") from None
+
+
+def _parse_toml(text: str, where: str) -> dict[str, Any]:
+    try:
+        table = tomllib.loads(text)
+        _check_integers(table)
+    except (ValueError, RecursionError) as error:  # nested too deeply, a number too long
+        raise RecipeError(f"{where} is not valid TOML: {error}") from None
+    return table
+
+
+def _check_integers(value: object) -> None:
+    """Raise ValueError for an integer beyond TOML's 64 bits, which Python's parser lets pass."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("an integer has more than 64 bits")
+    inner: Iterable[object] = ()
+    if isinstance(value, dict):
+        inner = value.values()
+    elif isinstance(value, list):
+        inner = value
+    for entry in inner:
+        _check_integers(entry)
 
 
 def strict_fields(cls: type, table: Mapping[str, Any], where: str) -> dict[str, Any]:
