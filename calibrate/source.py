@@ -102,7 +102,8 @@ def refuse_quantized(where: Path, config: Mapping[str, Any]) -> None:
     for block in (config, config.get("text_config") or {}):
         found = block.get("quantization_config") or block.get("compression_config")
         if found:
-            method = found.get("quant_method", "an unnamed method")
+            named = isinstance(found, Mapping) and found.get("quant_method")
+            method = named or "an unnamed method"
             raise SourceError(
                 f"{where} declares quantization_config with quant_method {method!r}: the model is "
                 "already quantized; use the original, or remove the block if the weights are not"

@@ -157,15 +157,20 @@ def _resolve_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
                 )
             return DTYPES[name]
     # Configs of old files do not say; their norms and embeddings do.
-    return checkpoint.tensor(_first_plain(checkpoint)).dtype
+    return _plain_dtype(checkpoint)
 
 
-def _first_plain(checkpoint: Checkpoint) -> str:
+def _plain_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """Return the dtype of the first weight that is in one of activations."""
     quantized = set(checkpoint.quantized)
-    return next(
-        name
-        for name in checkpoint.names
-        if name.endswith(".weight") and name.removesuffix(".weight") not in quantized
+    for name in checkpoint.names:
+        if name.endswith(".weight") and name.removesuffix(".weight") not in quantized:
+            found = checkpoint.tensor(name).dtype
+            if found in DTYPES.values():
+                return found
+    raise CheckpointError(
+        f"{checkpoint.path} says nowhere what dtype it runs in; choose one with "
+        f"dtype={'|'.join(DTYPES)}"
     )
 
 

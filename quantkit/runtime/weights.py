@@ -94,6 +94,11 @@ class WeightReader:
         else:
             stored = self.checkpoint.tensor(name)
         if not stored.is_floating_point():
+            if name.endswith((".weight", ".bias")):
+                raise CheckpointError(
+                    f"{name} of {self.checkpoint.path} is {stored.dtype}, expected floating point; "
+                    "download the folder again"
+                )
             return stored.to(self.device)
         loaded = stored.to(self.device, self.dtype)
         if self.dtype == torch.float16 and stored.dtype != torch.float16:

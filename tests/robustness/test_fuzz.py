@@ -81,5 +81,5 @@ def test_sixty_damaged_checkpoints_work_or_are_refused(good: Path, tmp_path: Pat
 @pytest.mark.slow
 def test_thousands_of_damaged_checkpoints_work_or_are_refused(good: Path, tmp_path: Path) -> None:
     result = attempts(good, tmp_path, 60, SEEDS, timeout=1800)
-    print(json.dumps(result["counts"], indent=1))
+    print(json.dumps(result["counts"], indent=1), *result["faults"], sep="\n")
     assert not result["faults"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from quantkit import load_fp8
 from quantkit.calibrate.source import open_source
@@ -93,6 +94,32 @@ def test_json_that_is_hard_on_parsers(good: Path, damaged: Callable[..., Path], 
     for way in (load_fp8, open_source):
         with pytest.raises(QuantKitError, match=r"config\.json"):
             way(folder)
+
+
+def test_a_quantization_that_is_no_object(good: Path, damaged: Callable[..., Path]) -> None:
+    folder = damaged(good.parent / "source", quantization_config=7)
+    with pytest.raises(SourceError, match="quant_method 'an unnamed method'"):
+        open_source(folder)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_a_plain_weight_that_is_no_float(damaged: Callable[..., Path], name: str) -> None:
+    folder = damaged()
+    checkpoints.add(folder, name, checkpoints.tensor(folder, name) > 0)
+    with pytest.raises(CheckpointError, match=rf"{name} of .* is torch\.bool, expected floating"):
+        load_fp8(folder, device="cpu")
+
+
+def test_a_checkpoint_that_says_no_dtype(damaged: Callable[..., Path]) -> None:
+    folder = damaged(dtype=None, torch_dtype=None)
+    assert load_fp8(folder, device="cpu").engine.dtype == torch.float32
+    plain = [
+        f"model.layers.{n}.{leaf}_layernorm" for n in (0, 1) for leaf in ("input", "post_attention")
+    ]
+    for module in (*plain, "model.norm", "model.embed_tokens", "lm_head"):
+        checkpoints.rename(folder, f"{module}.weight", None)
+    with pytest.raises(CheckpointError, match="says nowhere what dtype it runs in"):
+        load_fp8(folder, device="cpu")
 
 
 def test_what_another_library_says_is_one_line() -> None:
