@@ -203,7 +203,8 @@ class TestModules:
         self, tiny_llama: Path, calibration_file: Path, tmp_path: Path
     ) -> None:
         recipe = Recipe("with-head", QuantSpec(Granularity.CHANNEL), ignore=())
-        run(tiny_llama, tmp_path / "out", calibration_file, recipe=recipe, samples=2)
+        options: dict[str, Any] = {"recipe": recipe, "samples": 2, "tiers": "none"}
+        run(tiny_llama, tmp_path / "out", calibration_file, **options)
         checkpoint = open_checkpoint(tmp_path / "out")
         assert "lm_head" in checkpoint.quantized
         assert checkpoint.scheme.ignore == ()
