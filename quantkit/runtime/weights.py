@@ -137,11 +137,12 @@ class WeightReader:
     def head(self, module: str, embedding: Tensor, tied: bool) -> Linear:
         """Return the output head `module`; of a tied one, the embedding [vocab, hidden_size].
 
-        A tied head in 8 bits is stored beside the embedding, and counts. On a GPU, whose kernels
-        round results to 16 bits, it is dequantized.
+        A native checkpoint may hold a tied head in 8 bits beside the embedding; in others that would
+        contradict the config. On a GPU, whose kernels round results to 16 bits, it is dequantized.
         """
         rows, columns = embedding.shape
-        if tied and module not in self._quantized:
+        own = module in self._quantized and self.checkpoint.scheme.native
+        if tied and not own:
             return DenseLinear(embedding)
         if self.device.type == "cuda":
             return DenseLinear(self.tensor(f"{module}.weight", (rows, columns)))
