@@ -137,8 +137,9 @@ class WeightReader:
     def head(self, module: str, embedding: Tensor, tied: bool) -> Linear:
         """Return the output head `module`; of a tied one, the embedding [vocab, hidden_size].
 
-        A native checkpoint may hold a tied head in 8 bits beside the embedding; in others that would
-        contradict the config. On a GPU, whose kernels round results to 16 bits, it is dequantized.
+        A native checkpoint may hold a tied head in 8 bits beside the embedding; in others that
+        would contradict the config. On a GPU, whose kernels round results to 16 bits, it is
+        dequantized.
         """
         rows, columns = embedding.shape
         own = module in self._quantized and self.checkpoint.scheme.native
