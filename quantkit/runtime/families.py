@@ -11,10 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from quantkit.errors import CheckpointError, UnsupportedError, first_line
+from quantkit.runtime.rope import check_rope, head_dim, rotary_layers
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -25,12 +23,6 @@ ACTIVATIONS = {
     "relu": "relu",
 }
 """Names of `hidden_act` in configs, and ours."""
-
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary embeddings whose frequencies do not depend on the length of the sequence."""
-
-MAX_HEAD_DIM = 65536
-"""Far beyond any model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,10 +258,9 @@ def model_shape(config: Any) -> ModelShape:
         raise UnsupportedError(f"hidden_act {activation!r} is not known")
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsupportedError("use_bidirectional_attention is not known")
-    for parameters in _rotations(config).values():
-        _check_rope(parameters)
+    check_rope(config)
     attention_bias = family.bias_options and bool(getattr(config, "attention_bias", False))
-    query_size = getattr(config, "query_pre_attn_scalar", None) or _head_dim(config)
+    query_size = getattr(config, "query_pre_attn_scalar", None) or head_dim(config)
     softmax_scale = getattr(config, "attention_multiplier", None) or query_size**-0.5
     multiplier = getattr(config, "embedding_multiplier", 1.0)
     if family.scales_embedding:
@@ -281,7 +272,7 @@ def model_shape(config: Any) -> ModelShape:
         intermediate_size=config.intermediate_size,
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
-        head_dim=_head_dim(config),
+        head_dim=head_dim(config),
         max_context=config.max_position_embeddings,
         norm_eps=config.rms_norm_eps,
         activation=ACTIVATIONS[activation],
@@ -298,7 +289,7 @@ def model_shape(config: Any) -> ModelShape:
         fused=family.fused,
         softmax_scale=float(softmax_scale),
         windows=_windows(config, family),
-        rotary=_rotary_layers(config),
+        rotary=rotary_layers(config),
         experts=_experts(config, family.experts) if family.experts else None,
         embedding_multiplier=float(multiplier),
         rounds_multiplier=family.scales_embedding,
@@ -307,62 +298,6 @@ def model_shape(config: Any) -> ModelShape:
         residual_multiplier=float(getattr(config, "residual_multiplier", 1.0)),
         logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
     )
-
-
-def rotary_frequencies(config: Any) -> list[tuple[Tensor, float]]:
-    """Return of each rotation, as `ModelShape.rotary` numbers them, its frequencies and factor.
-
-    Shapes: float32 [rotary_dim / 2], radians per position of each pair; the factor is on cos and
-    sin.
-    """
-    rotations = _rotations(config)
-    try:
-        return [_frequencies(config, kind, parameters) for kind, parameters in rotations.items()]
-    except Exception as error:  # whatever a wrong type or size makes torch raise
-        raise CheckpointError(
-            f"config.json has rope_parameters {dict(rotations)!r:.200}, which give no rotary "
-            f"embedding: {first_line(error)}"
-        ) from error
-
-
-def _frequencies(
-    config: Any, layer_type: str | None, parameters: Mapping[str, Any]
-) -> tuple[Tensor, float]:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    kind = parameters["rope_type"]
-    if kind == "default":
-        share = parameters.get("partial_rotary_factor", 1.0)
-        rotary_dim = int(_head_dim(config) * share)
-        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
-    options = {} if layer_type is None else {"layer_type": layer_type}
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, **options)
-    return frequencies, float(factor)
-
-
-def _rotations(config: Any) -> dict[str | None, Mapping[str, Any]]:
-    """Return the parameters of each rotation by the type of its layers; None is all of them."""
-    parameters = config.rope_parameters
-    if "rope_type" in parameters:
-        return {None: parameters}
-    return {kind: parameters[kind] for kind in dict.fromkeys(config.layer_types)}
-
-
-def _head_dim(config: Any) -> int:
-    explicit = getattr(config, "head_dim", None)
-    size = int(explicit or config.hidden_size // config.num_attention_heads)
-    if not 1 <= size <= MAX_HEAD_DIM:
-        raise CheckpointError(
-            f"config.json makes heads of {size} features, expected 1 to {MAX_HEAD_DIM}; restore it"
-        )
-    return size
-
-
-def _check_rope(parameters: Mapping[str, Any]) -> None:
-    kind = parameters.get("rope_type")
-    if kind not in ROPE_TYPES:
-        raise UnsupportedError(f"rope_type {kind!r} is not known")
 
 
 def _windows(config: Any, family: Family) -> tuple[int | None, ...]:
@@ -390,13 +325,3 @@ def _experts(config: Any, names: ExpertNames) -> ExpertShape:
         normalizes=names.normalizes or bool(getattr(config, "norm_topk_prob", False)),
         layers=tuple(n not in plain and (n + 1) % step == 0 for n in numbers),
     )
-
-
-def _rotary_layers(config: Any) -> tuple[int | None, ...]:
-    places = list(_rotations(config))
-    if places != [None]:
-        return tuple(places.index(kind) for kind in config.layer_types)
-    flags = getattr(config, "no_rope_layers", None)  # 1 where rotary is *used*
-    if not flags:
-        return (0,) * int(config.num_hidden_layers)
-    return tuple(0 if flag else None for flag in flags)
