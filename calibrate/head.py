@@ -13,7 +13,6 @@ from quantkit.calibrate.layerwise import Batch, LayerwiseModel
 from quantkit.calibrate.moments import InputMoments
 from quantkit.calibrate.plan import Plan
 from quantkit.calibrate.quantized_layer import quantize_weights
-from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.report import ModuleReport
 
 
@@ -30,13 +29,13 @@ def quantize_head(
     if named is None:
         return {}, []
     name, head = named
-    skeleton, tiers = model.skeleton, plan.recipe.tiers
+    skeleton, spec, tiers = model.skeleton, plan.recipe.weights, plan.recipe.tiers
     moments = _moments(model, batches) if batches and tiers.needs_data else None
     skeleton.load(name)
     linears = quantize_weights(
         skeleton,
         {name: head},
-        replace(plan.recipe.weights, format=_format(plan.recipe)),
+        replace(spec, format=plan.recipe.head or spec.format),
         # One format and no columns: a head of many rows is quantized in parts.
         replace(tiers, formats=(), outlier_columns=0.0),
         {} if moments is None else {name: moments},
@@ -52,10 +51,6 @@ def _planned_head(plan: Plan, model: LayerwiseModel) -> tuple[str, nn.Linear] | 
     outside = {module.name for module in plan.quantized if module.layer is None}
     linears = model.skeleton.linear_modules().items()
     return next(((n, m) for n, m in linears if model.skeleton.disk_name(n) in outside), None)
-
-
-def _format(recipe: Recipe) -> str:
-    return recipe.head or recipe.weights.format
 
 
 def _moments(model: LayerwiseModel, batches: Sequence[Batch]) -> InputMoments | None:

@@ -129,16 +129,27 @@ def choose_tiers(
     plain rounding is possible. A weight of more than MOST_ROWS rows is treated in parts, each by
     what suits it, unless its rows must agree: on one scale, a format, or exact columns.
     """
+    curve = curvature(moments.fit) if moments else None
     agree = spec.granularity is Granularity.TENSOR or not tiers.is_portable
-    if len(weight) > MOST_ROWS and not agree:
-        parts = torch.split(weight, MOST_ROWS)
-        return TierChoice.join([choose_tiers(part, moments, spec, tiers) for part in parts])
+    if len(weight) <= MOST_ROWS or agree:
+        return _choose(weight, moments, curve, spec, tiers)
+    parts = torch.split(weight, MOST_ROWS)
+    return TierChoice.join([_choose(part, moments, curve, spec, tiers) for part in parts])
+
+
+def _choose(
+    weight: Tensor,
+    moments: InputMoments | None,
+    curve: Curvature | None,
+    spec: QuantSpec,
+    tiers: Tiers,
+) -> TierChoice:
     wide = weight.float()
     judge = moments.judge if moments else None
     plain = _plain(wide, spec, judge)
     best = plain
-    if moments is not None:
-        for candidate in _candidates(wide, moments, spec, tiers):
+    if moments is not None and curve is not None:
+        for candidate in _candidates(wide, moments, curve, spec, tiers):
             error = _errors(wide, candidate, judge)
             judged = replace(candidate, error=error, judged_on_data=True)
             if judged.error.sum() < best.error.sum():
@@ -156,10 +167,9 @@ def _plain(weight: Tensor, spec: QuantSpec, judge: Tensor | None) -> TieredWeigh
 
 
 def _candidates(
-    weight: Tensor, moments: InputMoments, spec: QuantSpec, tiers: Tiers
+    weight: Tensor, moments: InputMoments, curve: Curvature, spec: QuantSpec, tiers: Tiers
 ) -> Iterator[TieredWeight]:
     """Yield the treatments to try, cheap ones first; errors are still to be judged."""
-    curve = curvature(moments.fit)
     for name in dict.fromkeys((spec.format, *tiers.formats)):
         tried = replace(spec, format=name)
         applied = () if name == spec.format else (FORMAT,)
