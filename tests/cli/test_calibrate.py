@@ -14,7 +14,13 @@ from pathlib import Path
 import pytest
 
 from quantkit.checkpoint import open_checkpoint
-from tests.cli.command import QUANTKIT, assert_one_line_error, quantkit, running_quantkit
+from tests.cli.command import (
+    QUANTKIT,
+    assert_one_line_error,
+    quantkit,
+    quantkit_process,
+    running_quantkit,
+)
 
 OFFLINE_SECONDS = 30
 """Bound of a refusal without network: 5 s of waiting, and imports on a busy machine."""
@@ -42,7 +48,7 @@ def test_the_result_goes_to_stdout_and_progress_to_stderr(
     tiny_llama: Path, calibration_file: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "new" / "out"
-    done = quantkit("calibrate", tiny_llama, "-o", out, "--data", calibration_file)
+    done = quantkit_process("calibrate", tiny_llama, "-o", out, "--data", calibration_file)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith("tiny-llama with recipe fp8-dynamic")
@@ -142,7 +148,7 @@ def test_a_path_that_cannot_be_used_is_named(tiny_llama: Path, tmp_path: Path, c
 
 
 def test_ctrl_c_ends_with_130_and_leaves_nothing(tiny_llama: Path, tmp_path: Path) -> None:
-    rows = ["--samples", "20000", "--seq-len", "64", "--batch-size", "1"]
+    rows = ["--samples", "4000", "--seq-len", "64", "--batch-size", "1"]
     staging = tmp_path / ".out.incomplete"
     with running_quantkit("calibrate", tiny_llama, "-o", tmp_path / "out", *rows) as process:
         deadline = time.monotonic() + 60
@@ -238,7 +244,7 @@ class TestDiskFull:
         self, tiny_llama: Path, tmp_path: Path
     ) -> None:
         limited = ("sh", "-c", 'ulimit -f 40; exec "$@"', "sh")  # blocks of 512 bytes
-        arguments = ("calibrate", tiny_llama, "-o", tmp_path / "out", "--kv", "none")
+        arguments = ("calibrate", tiny_llama, "-o", tmp_path / "out", "--samples", "4")
         done = run_with(*arguments, prefix=limited)
         error = done.stderr.splitlines()[-1]
         assert done.returncode == 2, done.stderr

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -65,14 +62,10 @@ def test_json_is_all_of_stdout_and_equals_the_library(broken: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
-def test_a_terminal_cuts_nothing(width: int, broken: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "quantkit", "check", str(broken)],
-        env=os.environ | {"COLUMNS": str(width), "FORCE_COLOR": "1", "TERM": "xterm"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def test_a_terminal_cuts_nothing(width: int, broken: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"COLUMNS": str(width), "FORCE_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    done = quantkit("check", broken)
     assert done.returncode == 1
     assert "…" not in done.stdout
     assert "scale-missing" in done.stdout

@@ -7,11 +7,17 @@ import pytest
 
 from quantkit import __version__
 from quantkit.cli.main import main
-from tests.cli.command import assert_one_line_error, quantkit, running_quantkit
+from tests.cli.command import (
+    assert_one_line_error,
+    quantkit,
+    quantkit_process,
+    running_quantkit,
+)
 
 
 def test_version_and_help() -> None:
-    assert quantkit("--version").stdout == f"quantkit {__version__}\n"
+    done = quantkit_process("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"quantkit {__version__}\n", "")
     done = quantkit("--help")
     assert done.returncode == 0
     assert all(command in done.stdout for command in ("calibrate", "generate", "bench"))
@@ -40,6 +46,11 @@ def test_a_wrong_command_line_is_one_line_and_code_2(
     assert_one_line_error(done, 2)
     for part in parts:
         assert part.lower() in done.stderr.lower()
+
+
+def test_an_error_is_one_line_and_code_2_of_the_process(tmp_path: Path) -> None:
+    done = quantkit_process("generate", tmp_path / "absent", "--prompt", "a")
+    assert_one_line_error(done, 2, "absent", "not a folder")
 
 
 @pytest.mark.parametrize("command", ["generate", "bench"])
