@@ -65,6 +65,14 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1000.0,
+    "partial_rotary_factor": 0.5,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.5, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 16,
+}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0}
 
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -89,6 +97,9 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         _config,
         "Phi3Config",
         rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    ),
+    "phi3-long": partial(
+        _config, "Phi3Config", rope_parameters=LONG_ROPE, original_max_position_embeddings=16
     ),
     "granite": partial(
         _config,

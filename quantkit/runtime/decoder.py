@@ -28,7 +28,8 @@ from quantkit.runtime.kv_cache import CacheLayout, CacheStep, PagedCache, Scales
 from quantkit.runtime.layers import Linear
 from quantkit.runtime.mlp import GatedMlp, Mlp
 from quantkit.runtime.moe import RoutedMlp
-from quantkit.runtime.rotation import Rotation
+from quantkit.runtime.rotation import Rotation, by_length
+from quantkit.runtime.rotation_switch import RotationSwitch
 from quantkit.runtime.scaled_linear import after_add_norm, after_norm
 from quantkit.runtime.weights import WeightSource
 
@@ -147,6 +148,8 @@ class Decoder:
         # How many tokens an expert gets is only known to the host: nothing to record.
         records = records and shape.experts is None
         self._graphs = StepGraphs(self.run_step, self.device) if records else None
+        limit = shape.long_from
+        self._switch = None if limit is None else RotationSwitch(self._append, limit)
         self._layout = CacheLayout(
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
@@ -191,6 +194,17 @@ class Decoder:
         """
         paged = self._own(cache)
         check_context(sequences, num_new_tokens, cache.lengths, self.max_context)
+        append = self._append if self._switch is None else self._switch.append
+        return append(input_ids, sequences, num_new_tokens, paged)
+
+    def _append(
+        self,
+        input_ids: Tensor,
+        sequences: Sequence[int],
+        num_new_tokens: Sequence[int],
+        paged: PagedCache,
+    ) -> Tensor:
+        """Do one pass, as `hidden` says."""
         step = paged.plan(sequences, num_new_tokens)
         if self._graphs is not None:
             hidden = self._graphs.run(input_ids, paged, step)
@@ -217,7 +231,7 @@ class Decoder:
         """
         shape = self.shape
         hidden = self._embed(input_ids)
-        angles = self._angles(step.positions, max(step.new_lengths))
+        angles = self._step_angles(step)
 
         def attend(number: int, qkv: Tensor) -> Tensor:
             layer = self._layers[number]
@@ -238,7 +252,8 @@ class Decoder:
         batch, length = input_ids.shape
         check_context((0,), (length,), (0,), self.max_context)
         softmax_scale = self.shape.softmax_scale
-        angles = self._angles(torch.arange(length, device=self.device).repeat(batch), length)
+        positions = torch.arange(length, device=self.device).repeat(batch)
+        angles = self._angles(positions, length, torch.full_like(positions, length))
 
         def attend(number: int, qkv: Tensor) -> Tensor:
             layer = self._layers[number]
@@ -256,9 +271,18 @@ class Decoder:
         hidden = F.embedding(input_ids, self._embedding)
         return hidden if self._multiplier == 1.0 else hidden * self._multiplier
 
-    def _angles(self, positions: Tensor, end: int) -> list[tuple[Tensor, Tensor]]:
-        """Return cos and sin of each rotation at positions below `end`."""
-        return [rotation.at(positions, end, self.dtype) for rotation in self._rotations]
+    def _step_angles(self, step: CacheStep) -> list[tuple[Tensor, Tensor]]:
+        totals = step.positions if self._switch is None else step.totals()
+        return self._angles(step.positions, max(step.new_lengths), totals)
+
+    def _angles(self, positions: Tensor, end: int, totals: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return cos and sin of each rotation at positions below `end`.
+
+        `totals` are the lengths of the sequences that the positions are in, [num_tokens].
+        """
+        angles = [rotation.at(positions, end, self.dtype) for rotation in self._rotations]
+        limit = self.shape.long_from
+        return angles if limit is None else [by_length(angles, totals > limit)]
 
     def _own(self, cache: SequenceCache) -> PagedCache:
         if not isinstance(cache, PagedCache) or cache.layout is not self._layout:
@@ -277,7 +301,7 @@ class Decoder:
     ) -> Tensor:
         """Do what `run_step` does in one op; a few tokens on a CPU only."""
         shape = self.shape
-        angles = self._angles(step.positions, max(step.new_lengths))
+        angles = self._step_angles(step)
         cos, sin = angles[0] if len(angles) == 1 else map(torch.cat, zip(*angles, strict=True))
         return decoder_step(
             self._embed(input_ids),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError, first_line
-from quantkit.runtime.rope import check_rope, head_dim, rotary_layers
+from quantkit.runtime.rope import check_rope, head_dim, long_from, rotary_layers
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -167,6 +167,7 @@ class ModelShape:
     softmax_scale: float
     windows: tuple[int | None, ...]  # per layer; tokens a query sees, itself included
     rotary: tuple[int | None, ...]  # per layer, which rotation; None leaves positions out
+    long_from: int | None = None  # tokens beyond which a sequence takes rotation 1 in place of 0
     qk_norm_together: bool = False
     input_norms: bool = True
     output_norms: bool = False
@@ -290,6 +291,7 @@ def model_shape(config: Any) -> ModelShape:
         softmax_scale=float(softmax_scale),
         windows=_windows(config, family),
         rotary=rotary_layers(config),
+        long_from=long_from(config),
         experts=_experts(config, family.experts) if family.experts else None,
         embedding_multiplier=float(multiplier),
         rounds_multiplier=family.scales_embedding,

@@ -79,6 +79,11 @@ class CacheStep:
         """
         return self.num_tokens > FEW_QUERIES * len(self.sequences)
 
+    def totals(self) -> Tensor:
+        """Return `lengths` for every new token, that of its sequence. Shape: [num_tokens]."""
+        counts = self.query_starts.diff()
+        return torch.repeat_interleave(self.lengths, counts, output_size=self.num_tokens)
+
     def to(self, device: torch.device) -> CacheStep:
         """Return the same step with its tensors on another device."""
         return replace(

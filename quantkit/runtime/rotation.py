@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -37,3 +39,13 @@ class Rotation:
         angles = torch.cat((angles, angles), dim=1)
         cos, sin = angles.cos() * self._factor, angles.sin() * self._factor
         return cos.to(dtype), sin.to(dtype)
+
+
+def by_length(angles: Sequence[tuple[Tensor, Tensor]], is_long: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the second cos and sin for tokens of long sequences, the first for others.
+
+    Shapes: two of ([num_tokens, rotary_dim], the same), bool [num_tokens] -> one of them.
+    """
+    (cos, sin), (long_cos, long_sin) = angles
+    rows = is_long.unsqueeze(1)
+    return torch.where(rows, long_cos, cos), torch.where(rows, long_sin, sin)
