@@ -1,8 +1,7 @@
 """Round a weight so that its layer's output, not each number, comes out right.
 
 Owns second-order error feedback (GPTQ, arXiv 2210.17323) on an 8-bit float grid whose scales are
-given, and coordinate descent from there. Knows tensors only; who observes the moments, and on what,
-is up to the caller.
+given. Knows tensors only; who observes the moments, and on what, is up to the caller.
 
 With H = E[x x^T] of the inputs that the quantized layer will see, the output error of Q for W is
 `tr((W - Q) H (W - Q)^T)`; rows do not interact, so several weights that read one input may be
@@ -96,12 +95,12 @@ def curvature(
 
 
 def compensate(
-    weight: Tensor, curve: Curvature, scale: Tensor, fmt: Format, tile: Tile, sweeps: int = 0
+    weight: Tensor, curve: Curvature, scale: Tensor, fmt: Format, tile: Tile
 ) -> Compensated:
     """Quantize `weight` with the given scales so that `tr((W - Q) H (W - Q)^T)` becomes small.
 
-    sweeps of coordinate descent may follow the feedback. Zeros stay zero. A column without energy
-    is rounded plainly, and so is everything where H is singular in spite of damping.
+    Zeros stay zero. A column without energy is rounded plainly, and so is everything where H is
+    singular in spite of damping.
 
     Shapes: weight [N, K], stacked by rows where several share inputs; scale one a tile. Raises
     CalibrationError where the shapes do not fit or the weight is not finite.
@@ -118,8 +117,6 @@ def compensate(
     steps, after = plain_steps, before
     if curve.factor is not None:
         steps = _feed_back(target, curve.factor, scales, fmt, first_exact)
-        for _ in range(sweeps):
-            _descend(steps, target, curve.damped, scales, fmt, first_exact)
         after = _row_errors(target - steps * scales, curve.damped)
         steps = torch.where(after < before, steps, plain_steps)
     exact = steps[first_exact:].t()[:, order[first_exact:].argsort()].bfloat16()
@@ -201,34 +198,6 @@ def _feed_back(
                 steps[k].masked_fill_(zeros[k], 0.0)
             torch.addcmul(target[k], steps[k], scale, value=-1, out=error[k])
     return steps
-
-
-def _descend(
-    steps: Tensor, target: Tensor, moments: Tensor, scales: Tensor, fmt: Format, first_exact: int
-) -> None:
-    """Move each code in turn to the best value with all others fixed, in place.
-
-    The error is a parabola in each code, so the code nearest to its minimum is the best one; no
-    step makes the error larger. Shapes as for `_feed_back`; moments [K, K].
-    """
-    error, zeros = target - steps * scales, _zeros(target)
-    for start in range(0, target.shape[0], BLOCK_COLUMNS):
-        block = slice(start, start + BLOCK_COLUMNS)
-        slopes = moments[block] @ error
-        moved = torch.zeros_like(slopes)
-        for k, slope in enumerate(slopes, start):
-            scale, row = scales[k if scales.shape[0] > 1 else 0], moments[k]
-            if row[k] <= 0:
-                continue
-            if k > start:
-                slope = torch.addmv(slope, moved[: k - start].t(), row[start:k])
-            before = steps[k] * scale
-            aim = (before + slope / row[k]) / scale
-            steps[k] = round_to_format(aim, fmt) if k < first_exact else aim.bfloat16()
-            if zeros is not None:
-                steps[k].masked_fill_(zeros[k], 0.0)
-            torch.addcmul(before, steps[k], scale, value=-1, out=moved[k - start])
-        error[block] += moved
 
 
 def _zeros(target: Tensor) -> Tensor | None:

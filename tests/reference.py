@@ -307,36 +307,6 @@ def feed_back_errors(
     return values
 
 
-def descend_errors(
-    values: Float64, weight: Float64, moments: Float64, scale: Float64, name: str, order: list[int]
-) -> Float64:
-    """Return values after every column in turn took the code of least output error, by trying."""
-    values = values.copy()
-    steps = float8_values(name)
-    steps = steps[np.isfinite(steps)]
-    for k in order:
-        tried = []
-        for step in steps:
-            trial = values.copy()
-            trial[:, k] = step * scale[:, k]
-            tried.append(output_errors(trial, weight, moments))
-        values[:, k] = steps[np.argmin(tried, axis=0)] * scale[:, k]
-    return values
-
-
-def ridge_regression(
-    inputs: Float64, outputs: Float64, weight: Float64, strength: float
-) -> Float64:
-    """Return V of least |outputs - inputs V^T|^2 + strength |V - weight|^2, as least squares.
-
-    Shapes: inputs [tokens, K], outputs [tokens, N], weight [N, K].
-    """
-    pull = np.sqrt(strength)
-    rows = np.concatenate([inputs, pull * np.eye(inputs.shape[1])])
-    goal = np.concatenate([outputs, pull * weight.T])
-    return np.linalg.lstsq(rows, goal, rcond=None)[0].T
-
-
 def repeat_kv_channels(
     channels: NDArray[Any], num_heads: int, num_kv_heads: int, head_dim: int
 ) -> NDArray[Any]:

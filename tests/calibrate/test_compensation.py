@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -45,10 +44,9 @@ def run(
     scale: Tensor,
     fmt: Format,
     tile: Tile,
-    sweeps: int = 0,
     **damping: float,
 ) -> Compensated:
-    return compensate(weight, curvature(moments, **damping), scale, fmt, tile, sweeps)
+    return compensate(weight, curvature(moments, **damping), scale, fmt, tile)
 
 
 def random_weight(rows: int = ROWS, columns: int = COLUMNS, seed: int = 0) -> Tensor:
@@ -101,21 +99,6 @@ def test_feedback_gives_the_textbooks_values(fmt: Format, tile: Tile) -> None:
     np.testing.assert_allclose(f64(result.error), errors, rtol=1e-4)
 
 
-@EVERY_TILE
-@EVERY_FORMAT
-def test_descent_takes_the_best_of_all_codes_in_every_column(fmt: Format, tile: Tile) -> None:
-    weight, moments = random_weight(), moments_of(random_inputs())
-    scale = scale_of(weight, fmt, tile)
-    options: dict[str, Any] = {**FEEDBACK_ONLY, "sweeps": 1}
-    result = run(weight, moments, scale, fmt, tile, **options)
-    each = reference.expand_grid(f64(scale), (ROWS, COLUMNS), tile)
-    arguments = (f64(weight), f64(moments), each, fmt.name, order_of(moments))
-    start = reference.feed_back_errors(*arguments)
-    plain = f64(dequantize(quantize(weight, scale, fmt, tile), scale, fmt, tile))
-    expected = better_of(reference.descend_errors(start, *arguments), weight, moments, plain)
-    np.testing.assert_allclose(f64(dequantize(result.codes, scale, fmt, tile)), expected, rtol=1e-6)
-
-
 def test_blocks_of_columns_change_nothing() -> None:
     columns = 2 * BLOCK_COLUMNS + 9
     weight, moments = random_weight(3, columns), moments_of(random_inputs(columns, tokens=2000))
@@ -132,11 +115,10 @@ def test_blocks_of_columns_change_nothing() -> None:
 
 
 @EVERY_FORMAT
-@pytest.mark.parametrize("sweeps", [0, 1, 3])
-def test_the_output_error_is_never_above_plain_roundings(fmt: Format, sweeps: int) -> None:
+def test_the_output_error_is_never_above_plain_roundings(fmt: Format) -> None:
     weight, moments = random_weight(40), moments_of(random_inputs())
     scale = scale_of(weight, fmt, (1, COLUMNS))
-    result = run(weight, moments, scale, fmt, (1, COLUMNS), sweeps)
+    result = run(weight, moments, scale, fmt, (1, COLUMNS))
     assert (result.error <= result.plain_error).all()
     assert result.error.sum() < 0.7 * result.plain_error.sum()
 
@@ -153,14 +135,6 @@ def test_errors_are_those_of_the_codes_under_the_regularized_moments() -> None:
         values = f64(dequantize(codes, scale, E4M3, (1, COLUMNS)))
         expected = reference.output_errors(values, f64(weight), f64(used))
         np.testing.assert_allclose(f64(error), expected, rtol=1e-4)
-
-
-def test_more_sweeps_never_make_the_error_larger() -> None:
-    weight, moments = random_weight(40), moments_of(random_inputs())
-    scale = scale_of(weight, E4M3, (1, COLUMNS))
-    errors = [run(weight, moments, scale, E4M3, (1, COLUMNS), n).error for n in range(5)]
-    for fewer, more in pairwise(errors):
-        assert (more <= fewer * (1 + 1e-5)).all()
 
 
 def test_rows_do_not_depend_on_what_they_are_stacked_with() -> None:
