@@ -101,6 +101,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "phi3-long": partial(
         _config, "Phi3Config", rope_parameters=LONG_ROPE, original_max_position_embeddings=16
     ),
+    "starcoder2": partial(_config, "Starcoder2Config", sliding_window=5),
+    "starcoder2-no-biases": partial(
+        _config, "Starcoder2Config", use_bias=False, tie_word_embeddings=False
+    ),
     "granite": partial(
         _config,
         "GraniteConfig",

@@ -21,7 +21,7 @@ from quantkit.attention_ops import paged_attention
 from quantkit.numerics import E4M3
 from quantkit.ops import CUDA_FEW_ROWS, fp8_gated_linear, fp8_linear
 from quantkit.row_ops import QuantizedRows, add_rms_norm, gate_mul_quantize, quantize_rows
-from quantkit.runtime.families import ModelShape
+from quantkit.runtime.shapes import ModelShape
 from quantkit.scaled_ops import scaled_mm
 
 COLD_BYTES: Final = 1 << 30

@@ -16,8 +16,8 @@ from quantkit.bench.gpu_kernels import random_codes
 from quantkit.bench.random_weights import RandomWeights, random_decoder
 from quantkit.numerics import E4M3
 from quantkit.runtime.decoder import Decoder
-from quantkit.runtime.families import ModelShape
 from quantkit.runtime.kv_cache import PagedCache
+from quantkit.runtime.shapes import ModelShape
 
 KINDS: dict[str, tuple[bool, bool]] = {
     "bf16": (False, False),

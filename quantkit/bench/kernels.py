@@ -20,7 +20,7 @@ from quantkit.dense_ops import linear
 from quantkit.numerics import E4M3
 from quantkit.ops import fp8_gated_linear, fp8_linear
 from quantkit.probe_ops import read_memory
-from quantkit.runtime.families import ModelShape
+from quantkit.runtime.shapes import ModelShape
 
 COLD_BYTES = 1 << 29
 MANY_ROWS = 512

@@ -10,10 +10,10 @@ from torch import Tensor
 from quantkit.numerics import E4M3
 from quantkit.ops import CUDA_FEW_ROWS
 from quantkit.runtime.decoder import Decoder
-from quantkit.runtime.families import ModelShape
 from quantkit.runtime.layers import DenseLinear, Fp8Linear, InputQuantizer, Linear
 from quantkit.runtime.rotation import Rotation
 from quantkit.runtime.scaled_linear import ScaledLinear
+from quantkit.runtime.shapes import ModelShape
 from quantkit.scheme import Granularity, QuantSpec
 
 LLAMA_3_8B = ModelShape(
@@ -32,7 +32,6 @@ LLAMA_3_8B = ModelShape(
     out_bias=False,
     mlp_bias=False,
     qk_norm=False,
-    fused=False,
     softmax_scale=128**-0.5,
     windows=(None,) * 32,
     rotary=(0,) * 32,

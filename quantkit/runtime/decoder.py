@@ -1,4 +1,4 @@
-"""One decoder for the Llama family: RMS norm, rotary embedding, grouped queries, gated MLP.
+"""One decoder for the Llama family: norms, rotary embedding, grouped queries, an MLP.
 
 What differs between models is data (ModelShape); see families.py. Tokens of all sequences run as
 one packed list of rows; only attention knows where a sequence begins. Roundings follow
@@ -8,7 +8,6 @@ transformers, so that equal weights give equal logits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -20,17 +19,15 @@ from quantkit.errors import GenerationError
 from quantkit.extension import EXTENSION_LOADED, load_cuda_kernels
 from quantkit.numerics import E4M3, Format
 from quantkit.ops import FEW_ROWS
-from quantkit.row_ops import add_rms_norm
 from quantkit.runtime.cuda_graphs import StepGraphs
+from quantkit.runtime.decoder_layer import DecoderLayer, read_norm
 from quantkit.runtime.engine import SequenceCache
-from quantkit.runtime.families import ModelShape
 from quantkit.runtime.kv_cache import CacheLayout, CacheStep, PagedCache, Scales
-from quantkit.runtime.layers import Linear
-from quantkit.runtime.mlp import GatedMlp, Mlp
-from quantkit.runtime.moe import RoutedMlp
+from quantkit.runtime.norms import Norm
 from quantkit.runtime.rotation import Rotation, by_length
 from quantkit.runtime.rotation_switch import RotationSwitch
 from quantkit.runtime.scaled_linear import after_add_norm, after_norm
+from quantkit.runtime.shapes import ModelShape
 from quantkit.runtime.weights import WeightSource
 
 Attend = Callable[[int, Tensor], Tensor]
@@ -39,81 +36,8 @@ Attend = Callable[[int, Tensor], Tensor]
 Norms of heads and the rotary embedding are its part too: a cache does them as it stores the keys.
 """
 
-
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """Weights of one layer; a norm that a family lacks is None.
-
-    Shapes: norms [hidden]; q_norm and k_norm [head_dim], or of all heads together.
-    """
-
-    input_norm: Tensor | None
-    qkv: Linear  # q, k and v rows
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    out: Linear
-    attention_norm: Tensor | None  # of what attention adds
-    post_norm: Tensor | None  # in front of the MLP
-    mlp: Mlp
-    mlp_norm: Tensor | None  # of what the MLP adds
-    window: int | None
-    rotary: int | None  # which rotation
-
-    @classmethod
-    def read(cls, reader: WeightSource, shape: ModelShape, number: int) -> DecoderLayer:
-        """Read layer `number` of a checkpoint."""
-        base = f"model.layers.{number}"
-        hidden = shape.hidden_size
-        qkv, qkv_rows = ["q_proj", "k_proj", "v_proj"], [shape.query_size, *2 * [shape.kv_size]]
-        if shape.fused:
-            qkv, qkv_rows = ["qkv_proj"], [sum(qkv_rows)]
-        qkv = [f"{base}.self_attn.{leaf}" for leaf in qkv]
-        out = [f"{base}.self_attn.o_proj"]
-        norms = shape.norm_names
-
-        def norm(leaf: str | None, features: int) -> Tensor | None:
-            return read_norm(reader, shape, f"{base}.{leaf}", features) if leaf else None
-
-        return cls(
-            input_norm=norm(norms.attention_input, hidden),
-            qkv=reader.linear(qkv, qkv_rows, hidden, shape.qkv_bias),
-            q_norm=norm(norms.query, shape.query_norm_size),
-            k_norm=norm(norms.key, shape.key_norm_size),
-            out=reader.linear(out, (hidden,), shape.query_size, shape.out_bias),
-            attention_norm=norm(norms.attention_output, hidden),
-            post_norm=norm(norms.mlp_input, hidden),
-            mlp=_read_mlp(reader, shape, number),
-            mlp_norm=norm(norms.mlp_output, hidden),
-            window=shape.windows[number],
-            rotary=shape.rotary[number],
-        )
-
-    def add_to(self, step: StepLayers) -> bool:
-        """Append the layer to those of a fused step; False if that cannot run it."""
-        qkv, out, mlp = self.qkv.for_step(), self.out.for_step(), self.mlp.for_step()
-        if qkv is None or out is None or mlp is None:
-            return False
-        norms = (self.input_norm, self.q_norm, self.k_norm, self.post_norm)
-        angles = 0 if self.rotary is None else self.rotary + 1
-        added = (self.attention_norm, self.mlp_norm)
-        step.add(*norms, qkv, out, *mlp, self.window, angles, *added)
-        return True
-
-
-def read_norm(reader: WeightSource, shape: ModelShape, module: str, features: int) -> Tensor:
-    """Read the weight of an RMS norm, as `rms_norm` takes it."""
-    weight = reader.tensor(f"{module}.weight", (features,))
-    return weight.float() + shape.norm_offset if shape.float32_norms else weight
-
-
-def _read_mlp(reader: WeightSource, shape: ModelShape, number: int) -> Mlp:
-    base = f"model.layers.{number}"
-    if shape.experts is not None and shape.experts.layers[number]:
-        return RoutedMlp.read(reader, shape, shape.experts, base)
-    sizes = (shape.hidden_size, shape.intermediate_size)
-    return GatedMlp.read(
-        reader, f"{base}.mlp", sizes, shape.activation, bias=shape.mlp_bias, fused=shape.fused
-    )
+FusedLayers = tuple[StepLayers, Tensor]
+"""The layers for `decoder_step`, and the final norm's weight."""
 
 
 class Decoder:
@@ -137,7 +61,7 @@ class Decoder:
         matrix = (shape.vocab_size, shape.hidden_size)
         self._embedding = reader.tensor("model.embed_tokens.weight", matrix)
         self._layers = [DecoderLayer.read(reader, shape, n) for n in range(shape.num_layers)]
-        self._norm = read_norm(reader, shape, "model.norm", shape.hidden_size)
+        self._norm = read_norm(reader, shape, "model.norm")
         self._multiplier = shape.embedding_multiplier
         if shape.rounds_multiplier:
             self._multiplier = torch.tensor(self._multiplier, dtype=self.dtype).item()
@@ -289,25 +213,27 @@ class Decoder:
             raise GenerationError("the cache belongs to another model; call new_cache of this one")
         return cache
 
-    def _fuse(self) -> StepLayers | None:
+    def _fuse(self) -> FusedLayers | None:
         """Return the layers for `decoder_step`, or None where one op at a time serves better."""
-        step = StepLayers()
+        step, final_norm = StepLayers(), self._norm.for_step()
+        if not EXTENSION_LOADED or self.device.type != "cpu" or final_norm is None:
+            return None
         fits = self.shape.residual_multiplier == 1.0 and self.shape.scores_cap is None
         fits = fits and all(layer.add_to(step) for layer in self._layers)
-        return step if fits and EXTENSION_LOADED and self.device.type == "cpu" else None
+        return (step, final_norm) if fits else None
 
     def _run_fused(
-        self, layers: StepLayers, input_ids: Tensor, cache: PagedCache, step: CacheStep
+        self, fused: FusedLayers, input_ids: Tensor, cache: PagedCache, step: CacheStep
     ) -> Tensor:
         """Do what `run_step` does in one op; a few tokens on a CPU only."""
-        shape = self.shape
+        shape, (layers, final_norm) = self.shape, fused
         angles = self._step_angles(step)
         cos, sin = angles[0] if len(angles) == 1 else map(torch.cat, zip(*angles, strict=True))
         return decoder_step(
             self._embed(input_ids),
             layers,
             cache.tensors(),
-            self._norm,
+            final_norm,
             (cos, sin),
             step.slots,
             step.block_tables,
@@ -322,7 +248,7 @@ class Decoder:
 
     def _run(self, hidden: Tensor, attend: Attend) -> Tensor:
         """Run all layers and the final norm. Shapes: [num_tokens, hidden_size] -> the same."""
-        shape, eps = self.shape, self.shape.norm_eps
+        shape = self.shape
         heads = shape.num_heads + 2 * shape.num_kv_heads
         delta: Tensor | None = None
         for number, layer in enumerate(self._layers):
@@ -330,22 +256,20 @@ class Decoder:
                 hidden = hidden if delta is None else hidden + delta
                 qkv = layer.qkv(hidden)
             elif delta is None:
-                qkv = after_norm(layer.qkv, hidden, layer.input_norm, eps)
+                qkv = after_norm(layer.qkv, hidden, layer.input_norm)
             else:
-                hidden, qkv = after_add_norm(layer.qkv, hidden, delta, layer.input_norm, eps)
+                hidden, qkv = after_add_norm(layer.qkv, hidden, delta, layer.input_norm)
             attended = attend(number, qkv.view(-1, heads, shape.head_dim))
             delta = layer.out(attended.reshape(-1, shape.query_size))
             delta = self._added(delta, layer.attention_norm)
-            hidden, delta = layer.mlp.after_add_norm(hidden, delta, layer.post_norm, eps)
+            hidden, delta = layer.mlp.after_add_norm(hidden, delta, layer.post_norm)
             delta = self._added(delta, layer.mlp_norm)
-        if delta is None:
-            return rms_norm(hidden, self._norm, eps)
-        return add_rms_norm(hidden, delta, self._norm, eps)[1]
+        return self._norm(hidden) if delta is None else self._norm.after_add(hidden, delta)[1]
 
-    def _added(self, delta: Tensor, norm: Tensor | None) -> Tensor:
+    def _added(self, delta: Tensor, norm: Norm | None) -> Tensor:
         """Return what is added to the residual stream, of what a part of a layer gave."""
         if norm is not None:
-            delta = rms_norm(delta, norm, self.shape.norm_eps)
+            delta = norm(delta)
         multiplier = self.shape.residual_multiplier
         return delta if multiplier == 1.0 else delta * multiplier
 

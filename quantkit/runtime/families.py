@@ -1,18 +1,11 @@
-"""Which models the decoder can run, and the numbers it needs to know about each.
+"""Which models the decoder can run: a table from `model_type` to what is particular about each.
 
-A table maps `model_type` to what is particular about a family; ModelShape adds the sizes from the
-config. What is not in the table, or sets an option the decoder does not have, raises
-UnsupportedError here, and is then run through transformers.
+The sizes of one model come from its config, see `shapes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from quantkit.errors import CheckpointError, UnsupportedError, first_line
-from quantkit.runtime.rope import check_rope, head_dim, long_from, rotary_layers
 
 ACTIVATIONS = {
     "silu": "silu",
@@ -26,11 +19,27 @@ ACTIVATIONS = {
 
 
 @dataclass(frozen=True, slots=True)
+class MlpNames:
+    """What checkpoints call the linears of an MLP, and whether it is a gated one.
+
+    `inputs` are stacked: gate and up, or one matrix that holds both; without a gate, up alone.
+    """
+
+    inputs: tuple[str, ...] = ("gate_proj", "up_proj")
+    output: str = "down_proj"
+    gated: bool = True
+
+
+QKV = ("q_proj", "k_proj", "v_proj")
+GATED = MlpNames()
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertNames:
     """What checkpoints call a layer's experts, and what is particular about their router."""
 
     block: str = "mlp"  # holds the router, `gate`, and `experts`
-    leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    mlp: MlpNames = GATED
     normalizes: bool = False  # chosen probabilities sum to one, whatever the config says
     rounds: bool = True  # probabilities are rounded to the dtype of activations
 
@@ -39,38 +48,50 @@ class ExpertNames:
 class Family:
     """What a model_type does beside the plain Llama decoder."""
 
+    qkv: tuple[str, ...] = QKV  # or one matrix that holds all three
+    mlp: MlpNames = GATED
     qkv_bias: bool = False  # q, k and v have biases whatever the config says
-    bias_options: bool = False  # attention_bias and mlp_bias of the config count
+    biases: tuple[str, str] | None = None  # options that give attention and MLP biases
     qk_norm: bool = False  # RMS norm over each head of q and k, before the rotary embedding
     qk_norm_together: bool = False  # that norm is over all heads at once
+    layer_norms: bool = False  # norms with mean and bias, not RMS norms
     input_norms: bool = True  # norms in front of attention and of the MLP
     output_norms: bool = False  # norms of what attention and the MLP add
     float32_norms: bool = False  # the weight multiplies before the normalized value is rounded
     norm_offset: float = 0.0  # added to the weights of norms
     scales_embedding: bool = False  # by the root of the hidden size
     window_everywhere: bool = False  # sliding_window counts in all layers, not by layer_types
-    fused: bool = False  # the checkpoint has q, k and v in one matrix, and gate and up in another
     experts: ExpertNames | None = None  # MLPs are lists of experts
 
 
+_BIASES = ("attention_bias", "mlp_bias")
+
 FAMILIES = {
-    "llama": Family(bias_options=True),
+    "llama": Family(biases=_BIASES),
     "mistral": Family(window_everywhere=True),
     "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(bias_options=True, qk_norm=True),
-    "smollm3": Family(bias_options=True),
-    "phi3": Family(window_everywhere=True, fused=True),
-    "granite": Family(bias_options=True),
-    "gemma": Family(bias_options=True, float32_norms=True, norm_offset=1.0, scales_embedding=True),
+    "qwen3": Family(biases=_BIASES, qk_norm=True),
+    "smollm3": Family(biases=_BIASES),
+    "phi3": Family(
+        window_everywhere=True, qkv=("qkv_proj",), mlp=MlpNames(inputs=("gate_up_proj",))
+    ),
+    "starcoder2": Family(
+        mlp=MlpNames(inputs=("c_fc",), output="c_proj", gated=False),
+        biases=("use_bias", "use_bias"),
+        layer_norms=True,
+        window_everywhere=True,
+    ),
+    "granite": Family(biases=_BIASES),
+    "gemma": Family(biases=_BIASES, float32_norms=True, norm_offset=1.0, scales_embedding=True),
     "gemma2": Family(
-        bias_options=True,
+        biases=_BIASES,
         output_norms=True,
         float32_norms=True,
         norm_offset=1.0,
         scales_embedding=True,
     ),
     "gemma3_text": Family(
-        bias_options=True,
+        biases=_BIASES,
         qk_norm=True,
         output_norms=True,
         float32_norms=True,
@@ -78,7 +99,7 @@ FAMILIES = {
         scales_embedding=True,
     ),
     "olmo2": Family(
-        bias_options=True,
+        biases=_BIASES,
         qk_norm=True,
         qk_norm_together=True,
         input_norms=False,
@@ -87,243 +108,12 @@ FAMILIES = {
     ),
     "mixtral": Family(
         window_everywhere=True,
-        experts=ExpertNames("block_sparse_moe", ("w1", "w3", "w2"), normalizes=True, rounds=False),
+        experts=ExpertNames(
+            "block_sparse_moe", MlpNames(("w1", "w3"), "w2"), normalizes=True, rounds=False
+        ),
     ),
     "qwen2_moe": Family(experts=ExpertNames()),
     "qwen3_moe": Family(
-        bias_options=True, qk_norm=True, window_everywhere=True, experts=ExpertNames()
+        biases=_BIASES, qk_norm=True, window_everywhere=True, experts=ExpertNames()
     ),
 }
-
-_KNOWN_OPTIONS = frozenset(
-    (
-        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-        "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
-        "max_position_embeddings", "initializer_range", "rms_norm_eps", "use_cache",
-        "pad_token_id", "bos_token_id", "eos_token_id", "pretraining_tp", "tie_word_embeddings",
-        "rope_parameters", "attention_bias", "attention_dropout", "mlp_bias",
-        "use_sliding_window", "sliding_window", "max_window_layers", "layer_types",
-        "no_rope_layers", "no_rope_layer_interval", "qkv_bias",
-        "resid_pdrop", "embd_pdrop", "original_max_position_embeddings",
-        "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling",
-        "num_experts", "num_local_experts", "num_experts_per_tok", "norm_topk_prob",
-        "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step",
-        "hidden_activation", "query_pre_attn_scalar", "final_logit_softcapping",
-        "attn_logit_softcapping", "use_bidirectional_attention",
-        "mlp_only_layers", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
-    )
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertShape:
-    """The experts of each layer that has some; `names` as in Family."""
-
-    names: ExpertNames
-    count: int
-    chosen: int  # experts a token
-    intermediate_size: int  # of one expert
-    shared_size: int | None  # of the expert that every token goes to; None if there is none
-    normalizes: bool
-    layers: tuple[bool, ...]  # per layer; False has a plain MLP
-
-
-@dataclass(frozen=True, slots=True)
-class NormNames:
-    """The norms of a layer, by their names within it; None where there is none."""
-
-    attention_input: str | None
-    attention_output: str | None
-    mlp_input: str | None
-    mlp_output: str | None
-    query: str | None
-    key: str | None
-
-
-_MLP_INPUT = {False: "post_attention_layernorm", True: "pre_feedforward_layernorm"}
-"""The norm in front of the MLP, without norms of what is added and with them."""
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The sizes and options of one model, as the decoder needs them."""
-
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    max_context: int  # tokens
-    norm_eps: float
-    activation: str  # a value of ACTIVATIONS
-    tied: bool  # the output head is the embedding
-    qkv_bias: bool
-    out_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    fused: bool
-    softmax_scale: float
-    windows: tuple[int | None, ...]  # per layer; tokens a query sees, itself included
-    rotary: tuple[int | None, ...]  # per layer, which rotation; None leaves positions out
-    long_from: int | None = None  # tokens beyond which a sequence takes rotation 1 in place of 0
-    qk_norm_together: bool = False
-    input_norms: bool = True
-    output_norms: bool = False
-    float32_norms: bool = False
-    norm_offset: float = 0.0
-    experts: ExpertShape | None = None
-    embedding_multiplier: float = 1.0
-    rounds_multiplier: bool = False  # to the dtype of activations
-    logits_cap: float | None = None  # logits become cap * tanh(logits / cap)
-    scores_cap: float | None = None  # and so do the scores of attention
-    residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
-    logits_divisor: float = 1.0
-
-    @property
-    def norm_names(self) -> NormNames:
-        """What a layer's norms are called."""
-        return NormNames(
-            "input_layernorm" if self.input_norms else None,
-            "post_attention_layernorm" if self.output_norms else None,
-            _MLP_INPUT[self.output_norms] if self.input_norms else None,
-            "post_feedforward_layernorm" if self.output_norms else None,
-            "self_attn.q_norm" if self.qk_norm else None,
-            "self_attn.k_norm" if self.qk_norm else None,
-        )
-
-    @property
-    def query_norm_size(self) -> int:
-        """Features that a norm of q goes over."""
-        return self.query_size if self.qk_norm_together else self.head_dim
-
-    @property
-    def key_norm_size(self) -> int:
-        """Features that a norm of k goes over."""
-        return self.kv_size if self.qk_norm_together else self.head_dim
-
-    @property
-    def num_layers(self) -> int:
-        """Number of decoder layers."""
-        return len(self.windows)
-
-    @property
-    def query_size(self) -> int:
-        """Rows of q_proj."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Rows of k_proj, and of v_proj."""
-        return self.num_kv_heads * self.head_dim
-
-
-def parse_config(config: Mapping[str, Any]) -> Any:
-    """Return the transformers config object for the contents of a config.json.
-
-    It fills in the defaults that old files leave out. Raises UnsupportedError for a model_type
-    that the installed transformers does not know.
-    """
-    import transformers
-    from transformers import CONFIG_MAPPING
-
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise UnsupportedError(
-            f"config.json has model_type {model_type!r}, which transformers "
-            f"{transformers.__version__} does not know; a newer one may"
-        )
-    plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    try:
-        return CONFIG_MAPPING[model_type].from_dict(plain)
-    except Exception as error:  # its own checks of a config raise of every kind
-        raise CheckpointError(
-            f"config.json is not a valid {model_type} config: {first_line(error)}"
-        ) from error
-
-
-def model_shape(config: Any) -> ModelShape:
-    """Return the shape of the model that a transformers config describes.
-
-    Raises UnsupportedError, saying which option, when the decoder cannot run it.
-    """
-    family = FAMILIES.get(config.model_type)
-    if family is None:
-        raise UnsupportedError(f"model_type {config.model_type!r} has no entry in the table")
-    unknown = sorted(set(type(config).__annotations__) - _KNOWN_OPTIONS)
-    if unknown:
-        raise UnsupportedError(f"option {unknown[0]!r} of {config.model_type} is not known")
-    activation = getattr(config, "hidden_activation", None) or config.hidden_act
-    if activation not in ACTIVATIONS:
-        raise UnsupportedError(f"hidden_act {activation!r} is not known")
-    if getattr(config, "use_bidirectional_attention", False):
-        raise UnsupportedError("use_bidirectional_attention is not known")
-    check_rope(config)
-    attention_bias = family.bias_options and bool(getattr(config, "attention_bias", False))
-    query_size = getattr(config, "query_pre_attn_scalar", None) or head_dim(config)
-    softmax_scale = getattr(config, "attention_multiplier", None) or query_size**-0.5
-    multiplier = getattr(config, "embedding_multiplier", 1.0)
-    if family.scales_embedding:
-        multiplier = config.hidden_size**0.5
-    return ModelShape(
-        model_type=config.model_type,
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=head_dim(config),
-        max_context=config.max_position_embeddings,
-        norm_eps=config.rms_norm_eps,
-        activation=ACTIVATIONS[activation],
-        tied=bool(config.tie_word_embeddings),
-        qkv_bias=family.qkv_bias or attention_bias or bool(getattr(config, "qkv_bias", False)),
-        out_bias=attention_bias,
-        mlp_bias=family.bias_options and bool(getattr(config, "mlp_bias", False)),
-        qk_norm=family.qk_norm,
-        qk_norm_together=family.qk_norm_together,
-        input_norms=family.input_norms,
-        output_norms=family.output_norms,
-        float32_norms=family.float32_norms,
-        norm_offset=family.norm_offset,
-        fused=family.fused,
-        softmax_scale=float(softmax_scale),
-        windows=_windows(config, family),
-        rotary=rotary_layers(config),
-        long_from=long_from(config),
-        experts=_experts(config, family.experts) if family.experts else None,
-        embedding_multiplier=float(multiplier),
-        rounds_multiplier=family.scales_embedding,
-        logits_cap=getattr(config, "final_logit_softcapping", None),
-        scores_cap=getattr(config, "attn_logit_softcapping", None),
-        residual_multiplier=float(getattr(config, "residual_multiplier", 1.0)),
-        logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
-    )
-
-
-def _windows(config: Any, family: Family) -> tuple[int | None, ...]:
-    window: int | None = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
-        window = None
-    kinds = getattr(config, "layer_types", None)
-    if family.window_everywhere or window is None or not kinds:
-        everywhere = window if family.window_everywhere else None
-        return (everywhere,) * int(config.num_hidden_layers)
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-
-
-def _experts(config: Any, names: ExpertNames) -> ExpertShape:
-    count = int(getattr(config, "num_experts", None) or config.num_local_experts)
-    step = getattr(config, "decoder_sparse_step", 1)
-    plain = getattr(config, "mlp_only_layers", None) or ()
-    numbers = range(int(config.num_hidden_layers))
-    return ExpertShape(
-        names=names,
-        count=count,
-        chosen=int(config.num_experts_per_tok),
-        intermediate_size=getattr(config, "moe_intermediate_size", config.intermediate_size),
-        shared_size=getattr(config, "shared_expert_intermediate_size", None),
-        normalizes=names.normalizes or bool(getattr(config, "norm_topk_prob", False)),
-        layers=tuple(n not in plain and (n + 1) % step == 0 for n in numbers),
-    )

@@ -19,9 +19,9 @@ from quantkit.numerics import E4M3
 from quantkit.ops import CUDA_FEW_ROWS
 from quantkit.runtime.decoder import Decoder
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.families import model_shape, parse_config
 from quantkit.runtime.rope import rotary_frequencies
 from quantkit.runtime.rotation import Rotation
+from quantkit.runtime.shapes import model_shape, parse_config
 from quantkit.runtime.weights import WeightReader
 from quantkit.scheme import QuantSpec
 

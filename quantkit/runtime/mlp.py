@@ -8,9 +8,12 @@ from typing import Protocol
 from torch import Tensor
 
 from quantkit.decoder_ops import StepLinear
-from quantkit.ops import gate_mul
-from quantkit.row_ops import add_rms_norm, add_rms_norm_quantize, gate_mul_quantize
+from quantkit.ops import ACTIVATIONS, gate_mul
+from quantkit.row_ops import gate_mul_quantize
+from quantkit.runtime.families import MlpNames
 from quantkit.runtime.layers import Linear
+from quantkit.runtime.norms import Norm
+from quantkit.runtime.scaled_linear import after_add_norm
 from quantkit.runtime.weights import WeightSource
 
 
@@ -18,12 +21,11 @@ class Mlp(Protocol):
     """What follows attention in a layer."""
 
     def after_add_norm(
-        self, hidden: Tensor, delta: Tensor, weight: Tensor | None, eps: float
+        self, hidden: Tensor, delta: Tensor, norm: Norm | None
     ) -> tuple[Tensor, Tensor]:
-        """Return `total = hidden + delta` and what the MLP makes of `rms_norm(total, weight, eps)`.
+        """Return `total = hidden + delta` and what the MLP makes of `norm(total)`.
 
-        Without a weight there is no norm. Shapes: hidden, delta [num_tokens, hidden_size], weight
-        [hidden_size] -> two like hidden.
+        Shapes: hidden, delta [num_tokens, hidden_size] -> two like hidden.
         """
         ...
 
@@ -40,32 +42,6 @@ class GatedMlp:
     down: Linear
     activation: str
 
-    @classmethod
-    def read(
-        cls,
-        reader: WeightSource,
-        base: str,
-        sizes: tuple[int, int],
-        activation: str,
-        leaves: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-        bias: bool = False,
-        fused: bool = False,
-    ) -> GatedMlp:
-        """Read the linears `leaves` (gate, up, down) below `base`; `sizes` are hidden and inner.
-
-        `fused` reads gate and up from one matrix, `gate_up_proj`.
-        """
-        hidden, inner = sizes
-        gate, up, down = (f"{base}.{leaf}" for leaf in leaves)
-        inputs, rows = ([gate, up], [inner, inner])
-        if fused:
-            inputs, rows = [f"{base}.gate_up_proj"], [2 * inner]
-        return cls(
-            reader.linear(inputs, rows, hidden, bias),
-            reader.linear([down], (hidden,), inner, bias),
-            activation,
-        )
-
     def __call__(self, x: Tensor) -> Tensor:
         """Return the MLP's output. Shapes: [num_tokens, hidden_size] -> the same."""
         return self.down(self.gate_up.gated(x, self.activation))
@@ -76,18 +52,17 @@ class GatedMlp:
         return None if gate_up is None or down is None else (gate_up, down)
 
     def after_add_norm(
-        self, hidden: Tensor, delta: Tensor, weight: Tensor | None, eps: float
+        self, hidden: Tensor, delta: Tensor, norm: Norm | None
     ) -> tuple[Tensor, Tensor]:
         """Return `total = hidden + delta` and what the MLP makes of its norm; see Mlp."""
-        if weight is None:
+        if norm is None:
             total = hidden + delta
             return total, self(total)
         scaled = self.gate_up.scaled(len(hidden))
         if scaled is None:
-            total, normed = add_rms_norm(hidden, delta, weight, eps)
+            total, normed = norm.after_add(hidden, delta)
             return total, self(normed)
-        scale = scaled.input_scale
-        total, rows = add_rms_norm_quantize(hidden, delta, weight, eps, scale)
+        total, rows = norm.quantized_after_add(hidden, delta, scaled.input_scale)
         return total, self._down(scaled.multiply(rows, hidden.dtype))
 
     def _down(self, both: Tensor) -> Tensor:
@@ -96,3 +71,50 @@ class GatedMlp:
             return self.down(gate_mul(both, self.activation))
         rows = gate_mul_quantize(both, self.activation, scaled.input_scale)
         return scaled.multiply(rows, both.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMlp:
+    """`down(act(up(x)))`, rounded after each of the three."""
+
+    up: Linear
+    down: Linear
+    activation: str
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the MLP's output. Shapes: [num_tokens, hidden_size] -> the same."""
+        return self._down(self.up(x))
+
+    def for_step(self) -> None:
+        """Return None: `decoder_step` has gated MLPs only."""
+        return None
+
+    def after_add_norm(
+        self, hidden: Tensor, delta: Tensor, norm: Norm | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return `total = hidden + delta` and what the MLP makes of its norm; see Mlp."""
+        if norm is None:
+            total = hidden + delta
+            return total, self(total)
+        total, inner = after_add_norm(self.up, hidden, delta, norm)
+        return total, self._down(inner)
+
+    def _down(self, inner: Tensor) -> Tensor:
+        return self.down(ACTIVATIONS[self.activation](inner))
+
+
+def read_mlp(
+    reader: WeightSource,
+    base: str,
+    sizes: tuple[int, int],
+    names: MlpNames,
+    activation: str,
+    bias: bool = False,
+) -> GatedMlp | PlainMlp:
+    """Read the linears that `names` tells below `base`; `sizes` are hidden and inner."""
+    hidden, inner = sizes
+    parts = 2 if names.gated else 1  # of inner rows
+    rows = [parts * inner // len(names.inputs)] * len(names.inputs)
+    inputs = reader.linear([f"{base}.{leaf}" for leaf in names.inputs], rows, hidden, bias)
+    down = reader.linear([f"{base}.{names.output}"], (hidden,), inner, bias)
+    return (GatedMlp if names.gated else PlainMlp)(inputs, down, activation)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from quantkit.experts import route
-from quantkit.row_ops import add_rms_norm
-from quantkit.runtime.families import ExpertShape, ModelShape
 from quantkit.runtime.layers import DenseLinear, Linear
-from quantkit.runtime.mlp import GatedMlp
+from quantkit.runtime.mlp import GatedMlp, PlainMlp, read_mlp
+from quantkit.runtime.norms import Norm
+from quantkit.runtime.shapes import ExpertShape, ModelShape
 from quantkit.runtime.weights import WeightSource
 
 
@@ -41,7 +41,7 @@ class SharedExpert:
     """`sigmoid(gate(x)) * mlp(x)`, beside what the router chose."""
 
     gate: Linear
-    mlp: GatedMlp
+    mlp: GatedMlp | PlainMlp
 
     def __call__(self, x: Tensor) -> Tensor:
         """Shapes: [num_tokens, hidden_size] -> the same."""
@@ -53,7 +53,7 @@ class RoutedMlp:
     """The weighted sum of the chosen experts' outputs, and the shared expert's; implements Mlp."""
 
     router: Router
-    experts: tuple[GatedMlp, ...]
+    experts: tuple[GatedMlp | PlainMlp, ...]
     shared: SharedExpert | None
 
     @classmethod
@@ -68,9 +68,7 @@ class RoutedMlp:
         return cls(
             Router(DenseLinear(gate), experts.chosen, experts.normalizes, names.rounds),
             tuple(
-                GatedMlp.read(
-                    reader, f"{base}.experts.{number}", sizes, shape.activation, names.leaves
-                )
+                read_mlp(reader, f"{base}.experts.{number}", sizes, names.mlp, shape.activation)
                 for number in range(experts.count)
             ),
             cls._read_shared(reader, shape, experts.shared_size, base),
@@ -84,17 +82,18 @@ class RoutedMlp:
             return None
         hidden = shape.hidden_size
         gate = reader.tensor(f"{base}.shared_expert_gate.weight", (1, hidden))
-        mlp = GatedMlp.read(reader, f"{base}.shared_expert", (hidden, size), shape.activation)
+        sizes = (hidden, size)
+        mlp = read_mlp(reader, f"{base}.shared_expert", sizes, shape.mlp, shape.activation)
         return SharedExpert(DenseLinear(gate), mlp)
 
     def after_add_norm(
-        self, hidden: Tensor, delta: Tensor, weight: Tensor | None, eps: float
+        self, hidden: Tensor, delta: Tensor, norm: Norm | None
     ) -> tuple[Tensor, Tensor]:
         """Return `total = hidden + delta` and what the experts make of its norm; see Mlp."""
-        if weight is None:
+        if norm is None:
             total = normed = hidden + delta
         else:
-            total, normed = add_rms_norm(hidden, delta, weight, eps)
+            total, normed = norm.after_add(hidden, delta)
         numbers, weights = self.router(normed)
         result = route(normed, numbers, weights, self.experts)
         return total, result if self.shared is None else result + self.shared(normed)

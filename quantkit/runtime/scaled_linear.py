@@ -14,18 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.attention_ops import rms_norm
 from quantkit.decoder_ops import StepLinear
 from quantkit.numerics import E4M3
 from quantkit.ops import gate_mul
-from quantkit.row_ops import (
-    QuantizedRows,
-    add_rms_norm,
-    add_rms_norm_quantize,
-    quantize_rows,
-    rms_norm_quantize,
-)
+from quantkit.row_ops import QuantizedRows, quantize_rows
 from quantkit.runtime.layers import Fp8Linear, Linear
+from quantkit.runtime.norms import Norm
 from quantkit.scaled_ops import MULTIPLE, scaled_mm
 from quantkit.scheme import QuantSpec
 
@@ -97,24 +91,23 @@ class ScaledLinear:
         return self if num_rows > self.few_rows else None
 
 
-def after_norm(linear: Linear, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return `linear(rms_norm(hidden, weight, eps))`."""
+def after_norm(linear: Linear, hidden: Tensor, norm: Norm) -> Tensor:
+    """Return `linear(norm(hidden))`."""
     scaled = linear.scaled(len(hidden))
     if scaled is None:
-        return linear(rms_norm(hidden, weight, eps))
-    rows = rms_norm_quantize(hidden, weight, eps, scaled.input_scale)
-    return scaled.multiply(rows, hidden.dtype)
+        return linear(norm(hidden))
+    return scaled.multiply(norm.quantized(hidden, scaled.input_scale), hidden.dtype)
 
 
 def after_add_norm(
-    linear: Linear, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float
+    linear: Linear, hidden: Tensor, delta: Tensor, norm: Norm
 ) -> tuple[Tensor, Tensor]:
-    """Return `total = hidden + delta` and `linear(rms_norm(total, weight, eps))`."""
+    """Return `total = hidden + delta` and `linear(norm(total))`."""
     scaled = linear.scaled(len(hidden))
     if scaled is None:
-        total, normed = add_rms_norm(hidden, delta, weight, eps)
+        total, normed = norm.after_add(hidden, delta)
         return total, linear(normed)
-    total, rows = add_rms_norm_quantize(hidden, delta, weight, eps, scaled.input_scale)
+    total, rows = norm.quantized_after_add(hidden, delta, scaled.input_scale)
     return total, scaled.multiply(rows, hidden.dtype)
 
 

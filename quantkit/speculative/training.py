@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from quantkit.checkpoint import open_checkpoint
-from quantkit.runtime.families import model_shape, parse_config
 from quantkit.runtime.model import Fp8Model
+from quantkit.runtime.shapes import model_shape, parse_config
 from quantkit.speculative.head_data import Text, Writing, write_texts
 from quantkit.speculative.head_prompts import head_prompts
 from quantkit.speculative.head_training import Trainer, Training

@@ -14,9 +14,9 @@ from quantkit.errors import RecipeError
 from quantkit.export import export
 from quantkit.numerics import E3M4, E4M3, amax_to_scale
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.families import parse_config
 from quantkit.runtime.kv_cache import PagedCache
 from quantkit.runtime.loading import load_engine
+from quantkit.runtime.shapes import parse_config
 from quantkit.runtime.transformers_engine import TransformersEngine
 from quantkit.runtime.weights import WeightReader
 from quantkit.scheme import Granularity, QuantSpec, Scheme

@@ -14,15 +14,15 @@ from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import GenerationError
 from quantkit.runtime.decoder import Decoder
 from quantkit.runtime.engine import Engine, SequenceCache
-from quantkit.runtime.families import parse_config
 from quantkit.runtime.loading import load_engine
+from quantkit.runtime.shapes import parse_config
 from quantkit.runtime.transformers_engine import TransformersEngine
 from quantkit.runtime.weights import WeightReader
 from tests import checkpoints, tiny
 
 Make = Callable[..., Path]
 EVERY_FAMILY = pytest.mark.parametrize("family", checkpoints.FAMILIES)
-SOME = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma2", "gemma3", "olmo2"]
+SOME = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "starcoder2", "gemma2", "gemma3", "olmo2"]
 SOME_FAMILIES = pytest.mark.parametrize("family", SOME)
 EVERY_KV = pytest.mark.parametrize("kv", ["none", "fp8", "fp8-head"])
 FLOAT32 = 1e-4  # logits are about 10; a few hundred float32 roundings

@@ -12,7 +12,8 @@ from quantkit.checkpoint import QuantizedWeight
 from quantkit.errors import CheckpointError
 from quantkit.numerics import E3M4, E4M3, amax_to_scale, fake_quantize, quantize, tile_amax
 from quantkit.runtime.layers import DenseLinear, Fp8Linear, InputQuantizer, check_codes
-from quantkit.runtime.mlp import GatedMlp
+from quantkit.runtime.mlp import GatedMlp, PlainMlp
+from quantkit.runtime.norms import LayerNorm, RmsNorm
 from quantkit.scheme import Granularity, QuantSpec
 
 SPECS = {
@@ -102,9 +103,25 @@ def test_gated_mlp_equals_its_definition(activation: str, num_tokens: int) -> No
         activation,
     )
     for mlp in (fp8, dense):
-        total, got = mlp.after_add_norm(hidden, delta, norm, 1e-6)
+        total, got = mlp.after_add_norm(hidden, delta, RmsNorm(norm, 1e-6))
         assert torch.equal(total, hidden + delta)
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@FEW_AND_MANY
+def test_plain_mlp_after_a_layer_norm_equals_its_definition(num_tokens: int) -> None:
+    up, down = quantized(100, 72, SPECS["channel"]), quantized(72, 100, SPECS["channel"])
+    mlp = PlainMlp(Fp8Linear.stack([up], None), Fp8Linear.stack([down], None), "gelu_tanh")
+    hidden, delta = torch.randn(num_tokens, 72) + 3, torch.randn(num_tokens, 72)
+    norm = LayerNorm(torch.rand(72) + 0.5, torch.randn(72), 1e-5)
+    x = (hidden + delta).double()
+    x = (x - x.mean(1, keepdim=True)) / (x.var(1, keepdim=True, unbiased=False) + 1e-5).sqrt()
+    normed = (x * norm.weight + norm.bias).float()
+    expected = plain(F.gelu(plain(normed, [up]), approximate="tanh"), [down])
+    total, got = mlp.after_add_norm(hidden, delta, norm)
+    assert torch.equal(total, hidden + delta)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(mlp.after_add_norm(hidden, delta, None)[1], mlp(hidden + delta))
 
 
 def test_layers_that_share_an_input_use_the_largest_input_scale() -> None:

@@ -20,10 +20,10 @@ from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.runtime.decoder import Decoder
 from quantkit.runtime.engine import Engine
-from quantkit.runtime.families import model_shape, parse_config
 from quantkit.runtime.layers import DenseLinear
 from quantkit.runtime.loading import load_engine
 from quantkit.runtime.moe import RoutedMlp, Router
+from quantkit.runtime.shapes import model_shape, parse_config
 from quantkit.runtime.transformers_engine import TransformersEngine
 from quantkit.runtime.weights import WeightReader
 from quantkit.shards import ShardReader

@@ -12,8 +12,8 @@ from torch import Tensor
 from quantkit import load_fp8
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.runtime.decoder import Decoder
-from quantkit.runtime.families import model_shape
 from quantkit.runtime.loading import load_engine
+from quantkit.runtime.shapes import model_shape
 from tests import checkpoints, tiny
 
 LIMIT = 16
