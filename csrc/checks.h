@@ -148,6 +148,30 @@ inline WeightMatrix weight_matrix(const char* op, const Tensor& weight, const Te
           .format = format};
 }
 
+// The columns [n] and their weight [n, N], N being `rows`; the columns' numbers are not looked at.
+inline OutlierMatrix outlier_matrix(const char* op, const std::optional<Tensor>& columns,
+                                    const std::optional<Tensor>& weight, int64_t rows) {
+  if (columns.has_value() != weight.has_value()) {
+    const char* missing = columns.has_value() ? "outlier_weight" : "outlier_columns";
+    const char* given = columns.has_value() ? "outlier_columns" : "outlier_weight";
+    fail(op, missing, std::string("given with ") + given, "None");
+  }
+  if (!columns.has_value()) return {};
+  if (columns->scalar_type() != ScalarType::Int) {
+    fail(op, "outlier_columns", "int32", dtype_text(columns->scalar_type()));
+  }
+  check_shape(op, "outlier_columns", *columns, "[n]", {-1});
+  check_layout(op, "outlier_columns", *columns);
+  if (weight->scalar_type() != ScalarType::BFloat16) {
+    fail(op, "outlier_weight", "bfloat16", dtype_text(weight->scalar_type()));
+  }
+  check_shape(op, "outlier_weight", *weight, "[n, N]", {columns->size(0), rows});
+  check_layout(op, "outlier_weight", *weight);
+  return {.columns = static_cast<const int32_t*>(columns->const_data_ptr()),
+          .weight = static_cast<const uint16_t*>(weight->const_data_ptr()),
+          .count = columns->size(0)};
+}
+
 inline Activation activation_named(const char* op, const std::string& name) {
   if (name == "silu") return Activation::kSilu;
   if (name == "gelu") return Activation::kGelu;

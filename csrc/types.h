@@ -21,6 +21,13 @@ struct WeightMatrix {
   WeightFormat format;
 };
 
+// Input channels of a linear layer whose weights are (also) kept in bfloat16; count 0 for none.
+struct OutlierMatrix {
+  const int32_t* columns;  // [count]
+  const uint16_t* weight;  // [count, rows of the weight], contiguous
+  int64_t count;
+};
+
 inline int64_t bytes_of(FloatType type) { return type == FloatType::kFloat32 ? 4 : 2; }
 inline int64_t bytes_of(WeightFormat format) {
   switch (format) {

@@ -15,23 +15,32 @@ from torch import Tensor
 
 from quantkit import dense_ops, ops
 from quantkit.attention_ops import kv_append, paged_attention, rms_norm, rotary
+from quantkit.outliers import Outliers
 
 
 @dataclass(frozen=True, slots=True)
 class StepLinear:
-    """A linear layer as the op takes it: scale float32 [N, groups], or None for a float weight."""
+    """A linear layer as the op takes it: scale float32 [N, groups], or None for a float weight.
+
+    Outlier columns are those of a weight with a scale.
+    """
 
     weight: Tensor
     scale: Tensor | None = None
     bias: Tensor | None = None
     group_size: int = 1
+    outliers: Outliers | None = None
+
+    def tensors(self) -> list[Tensor | None]:
+        """Return its five tensors, in the op's order."""
+        return [self.weight, self.scale, self.bias, *(self.outliers or (None, None))]
 
 
 @dataclass(slots=True)
 class StepLayers:
     """The layers of a decoder, flattened into lists once so that a step has nothing to collect.
 
-    Per layer 18 tensors (an empty one stands for None) and 6 numbers, in the order of `add`.
+    Per layer 26 tensors (an empty one stands for None) and 6 numbers, in the order of `add`.
     """
 
     weights: list[Tensor] = field(default_factory=list)
@@ -59,10 +68,8 @@ class StepLayers:
         of the set of angles that turns q and k, from 1; 0 for none.
         """
         none = torch.empty(0)
-        flat: list[Tensor | None] = [input_norm, qkv.weight, qkv.scale, qkv.bias]
-        flat += [query_norm, key_norm, out.weight, out.scale, out.bias, post_norm]
-        flat += [gate_up.weight, gate_up.scale, gate_up.bias, down.weight, down.scale, down.bias]
-        flat += [attention_norm, mlp_norm]
+        flat = [input_norm, *qkv.tensors(), query_norm, key_norm, *out.tensors(), post_norm]
+        flat += [*gate_up.tensors(), *down.tensors(), attention_norm, mlp_norm]
         self.weights += [none if tensor is None else tensor for tensor in flat]
         self.numbers += [linear.group_size for linear in (qkv, out, gate_up, down)]
         self.numbers += [window or 0, angles]
@@ -124,20 +131,26 @@ torch.library.define(
 )
 
 
+def _outliers(columns: Tensor, weight: Tensor) -> Outliers | None:
+    return Outliers(columns, weight) if columns.numel() else None
+
+
 def _apply(linear: Sequence[Tensor], group_size: int, x: Tensor) -> Tensor:
-    weight, scale, bias = linear
+    weight, scale, bias, *outliers = linear
     maybe_bias = bias if bias.numel() else None
     if scale.numel() == 0:
         return dense_ops.linear(x, weight, maybe_bias)
-    return ops.fp8_linear(x, weight, scale, maybe_bias, group_size)
+    apart = _outliers(*outliers)
+    return ops.fp8_linear(x, weight, scale, maybe_bias, group_size, outliers=apart)
 
 
 def _apply_gated(linear: Sequence[Tensor], group_size: int, x: Tensor, activation: str) -> Tensor:
-    weight, scale, bias = linear
+    weight, scale, bias, *outliers = linear
     maybe_bias = bias if bias.numel() else None
     if scale.numel() == 0:
         return dense_ops.gated_linear(x, weight, maybe_bias, activation)
-    return ops.fp8_gated_linear(x, weight, scale, maybe_bias, group_size, activation)
+    apart = _outliers(*outliers)
+    return ops.fp8_gated_linear(x, weight, scale, maybe_bias, group_size, activation, apart)
 
 
 def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -166,16 +179,16 @@ def decoder_step_reference(
     head_dim = caches[0].shape[-1]
     tokens = hidden.shape[0]
     for layer in range(len(numbers) // 6):
-        w = weights[18 * layer : 18 * layer + 18]
+        w = weights[26 * layer : 26 * layer + 26]
         groups, (window, angles) = numbers[6 * layer :][:4], numbers[6 * layer :][4:6]
         keys, values, *both = caches[4 * layer : 4 * layer + 4]
         k_scale, v_scale = (scale if scale.numel() else None for scale in both)
-        qkv = _apply(w[1:4], groups[0], _normed(hidden, w[0], eps))
+        qkv = _apply(w[1:6], groups[0], _normed(hidden, w[0], eps))
         by_head = qkv.view(hidden.shape[0], heads + 2 * kv_heads, head_dim)
         parts = torch.split(by_head, [heads, kv_heads, kv_heads], dim=1)
         query, key = (
             _normed(part.reshape(-1, norm.numel() or head_dim), norm, eps).view(part.shape)
-            for part, norm in zip(parts[:2], w[4:6], strict=True)
+            for part, norm in zip(parts[:2], w[6:8], strict=True)
         )
         if angles:
             turn = [x[(angles - 1) * tokens : angles * tokens] for x in (cos, sin)]
@@ -185,9 +198,9 @@ def decoder_step_reference(
             query, keys, values, k_scale, v_scale, block_tables, lengths, query_starts,
             softmax_scale, window or None,
         )  # fmt: skip
-        hidden = hidden + _normed(_apply(w[6:9], groups[1], attended.flatten(1)), w[16], eps)
-        inner = _apply_gated(w[10:13], groups[2], _normed(hidden, w[9], eps), activation)
-        hidden = hidden + _normed(_apply(w[13:16], groups[3], inner), w[17], eps)
+        hidden = hidden + _normed(_apply(w[8:13], groups[1], attended.flatten(1)), w[24], eps)
+        inner = _apply_gated(w[14:19], groups[2], _normed(hidden, w[13], eps), activation)
+        hidden = hidden + _normed(_apply(w[19:24], groups[3], inner), w[25], eps)
     return rms_norm(hidden, final_norm, eps)
 
 

@@ -22,6 +22,7 @@ import quantkit.extension  # noqa: F401 - adds the C++ kernels
 from quantkit import numerics
 from quantkit.errors import nearest
 from quantkit.op_checks import check_float, check_input, check_tensor, dtype_name, fail
+from quantkit.outliers import Outliers, check_outliers
 
 FEW_ROWS: Final = 16
 """Up to this many rows of x, decoding weights inside the product beats decoding them first on any
@@ -38,6 +39,7 @@ ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
 }
 
 _FORMAT_OF: Final = {fmt.dtype: fmt for fmt in numerics.FORMATS.values()}
+_NO_OUTLIERS: Final = (None, None)
 
 
 def fp8_linear(
@@ -47,6 +49,7 @@ def fp8_linear(
     bias: Tensor | None,
     group_size: int,
     dtype: torch.dtype | None = None,
+    outliers: Outliers | None = None,
 ) -> Tensor:
     """Multiply by an 8-bit weight: `y = x @ (decode(weight) * scale).T + bias`.
 
@@ -55,7 +58,7 @@ def fp8_linear(
     weight_scale float32 (out_features, ceil(in_features / group_size)), one scale per output row
     and group of `group_size` columns; bias (out_features,) in any of x's dtypes, or None. All
     contiguous. Returns (num_tokens, out_features) in `dtype`, by default x's; float32 keeps every
-    bit of the sums (on a CPU).
+    bit of the sums (on a CPU). `outliers` adds `x[:, columns] @ outliers.weight` before that.
 
     Up to `FEW_ROWS` rows (on a GPU `CUDA_FEW_ROWS`, in 16 bits), and on CPUs with a matrix unit any
     number of bfloat16 rows: float32 accumulation and one rounding at the end. Otherwise the weight
@@ -67,11 +70,14 @@ def fp8_linear(
     naming the argument, if an argument does not fit.
     """
     wanted = dtype or x.dtype
-    if decodes_inside(x, weight, group_size):
-        inside = None if x.is_cuda else dtype
-        y: Tensor = torch.ops.quantkit.fp8_linear(x, weight, weight_scale, bias, group_size, inside)
-        return y.to(wanted)
-    return _dense_linear(x, weight, weight_scale, bias, group_size).to(wanted)
+    arguments = (x, weight, weight_scale, bias, group_size)
+    if not decodes_inside(x, weight, group_size):
+        return _dense_linear(*arguments, outliers).to(wanted)
+    if x.is_cuda and outliers is not None:
+        return _with_outliers_apart(*arguments, outliers).to(wanted)
+    inside = None if x.is_cuda else dtype
+    y: Tensor = torch.ops.quantkit.fp8_linear(*arguments, inside, *(outliers or _NO_OUTLIERS))
+    return y.to(wanted)
 
 
 def fp8_gated_linear(
@@ -81,6 +87,7 @@ def fp8_gated_linear(
     bias: Tensor | None,
     group_size: int,
     activation: str,
+    outliers: Outliers | None = None,
 ) -> Tensor:
     """Apply both input projections of a gated MLP: `y = act(gate) * up`.
 
@@ -89,12 +96,14 @@ def fp8_gated_linear(
     `ACTIVATIONS`. Returns (num_tokens, intermediate) in x's dtype; where `fp8_linear` rounds once,
     all is float32 until one rounding at the end. Raises as `fp8_linear` does.
     """
-    if decodes_inside(x, weight, group_size):
-        y: Tensor = torch.ops.quantkit.fp8_gated_linear(
-            x, weight, weight_scale, bias, group_size, activation
-        )
-        return y
-    return gate_mul(_dense_linear(x, weight, weight_scale, bias, group_size), activation)
+    arguments = (x, weight, weight_scale, bias, group_size)
+    if not decodes_inside(x, weight, group_size):
+        return gate_mul(_dense_linear(*arguments, outliers), activation)
+    if x.is_cuda and outliers is not None:
+        return gate(_with_outliers_apart(*arguments, outliers), activation).to(x.dtype)
+    pair = outliers or _NO_OUTLIERS
+    y: Tensor = torch.ops.quantkit.fp8_gated_linear(*arguments, activation, *pair)
+    return y
 
 
 def decodes_inside(x: Tensor, weight: Tensor, group_size: int) -> bool:
@@ -127,10 +136,30 @@ def dequantize_weight(
 
 
 def _dense_linear(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, group_size: int
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    group_size: int,
+    outliers: Outliers | None,
 ) -> Tensor:
     dense = dequantize_weight(weight, weight_scale, group_size, x.dtype)
+    if outliers is not None:
+        dense = outliers.add_to_weight(dense)
     return F.linear(x, dense, None if bias is None else bias.to(x.dtype))
+
+
+def _with_outliers_apart(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    group_size: int,
+    outliers: Outliers,
+) -> Tensor:
+    """Add outliers to the product of a kernel that takes none; float32 [M, N]."""
+    y: Tensor = torch.ops.quantkit.fp8_linear(x, weight, weight_scale, bias, group_size)
+    return outliers.add_to(y, x)
 
 
 def gate_mul(both: Tensor, activation: str) -> Tensor:
@@ -152,12 +181,12 @@ def gate(both: Tensor, activation: str) -> Tensor:
 torch.library.define(
     "quantkit::fp8_linear",
     "(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, int group_size,"
-    " ScalarType? dtype=None) -> Tensor",
+    " ScalarType? dtype=None, Tensor? outlier_columns=None, Tensor? outlier_weight=None) -> Tensor",
 )
 torch.library.define(
     "quantkit::fp8_gated_linear",
-    "(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, int group_size, str activation)"
-    " -> Tensor",
+    "(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, int group_size, str activation,"
+    " Tensor? outlier_columns=None, Tensor? outlier_weight=None) -> Tensor",
 )
 torch.library.define(
     "quantkit::dequantize_weight",
@@ -177,11 +206,16 @@ def _fp8_linear_reference(
     bias: Tensor | None,
     group_size: int,
     dtype: torch.dtype | None = None,
+    outlier_columns: Tensor | None = None,
+    outlier_weight: Tensor | None = None,
 ) -> Tensor:
-    _check_linear("fp8_linear", x, weight, weight_scale, bias, group_size)
+    op = "fp8_linear"
+    _check_linear(op, x, weight, weight_scale, bias, group_size)
     if dtype is not None:
-        check_float("fp8_linear", "dtype", dtype)
-    return _linear_float32(x, weight, weight_scale, bias, group_size).to(dtype or x.dtype)
+        check_float(op, "dtype", dtype)
+    outliers = check_outliers(op, outlier_columns, outlier_weight, weight.shape)
+    y = _linear_float32(x, weight, weight_scale, bias, group_size, outliers)
+    return y.to(dtype or x.dtype)
 
 
 @torch.library.impl("quantkit::fp8_gated_linear", "default")
@@ -192,13 +226,16 @@ def _fp8_gated_linear_reference(
     bias: Tensor | None,
     group_size: int,
     activation: str,
+    outlier_columns: Tensor | None = None,
+    outlier_weight: Tensor | None = None,
 ) -> Tensor:
     op = "fp8_gated_linear"
     _check_linear(op, x, weight, weight_scale, bias, group_size)
     if weight.shape[0] % 2:
         fail(op, "weight", "gate rows then as many up rows", list(weight.shape))
     _check_activation(op, activation)
-    both = _linear_float32(x, weight, weight_scale, bias, group_size)
+    outliers = check_outliers(op, outlier_columns, outlier_weight, weight.shape)
+    both = _linear_float32(x, weight, weight_scale, bias, group_size, outliers)
     return gate(both, activation).to(x.dtype)
 
 
@@ -230,10 +267,16 @@ def _gate_mul_reference(both: Tensor, activation: str) -> Tensor:
 
 
 def _linear_float32(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, group_size: int
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    group_size: int,
+    outliers: Outliers | None,
 ) -> Tensor:
     dense = numerics.dequantize(weight, weight_scale, _FORMAT_OF[weight.dtype], (1, group_size))
-    return F.linear(x.float(), dense, None if bias is None else bias.float())
+    y = F.linear(x.float(), dense, None if bias is None else bias.float())
+    return y if outliers is None else outliers.add_to(y, x)
 
 
 def _fp8_linear_fake(
@@ -243,6 +286,8 @@ def _fp8_linear_fake(
     bias: Tensor | None,
     group_size: int,
     dtype: torch.dtype | None = None,
+    outlier_columns: Tensor | None = None,
+    outlier_weight: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype or x.dtype)
 
@@ -254,6 +299,8 @@ def _fp8_gated_linear_fake(
     bias: Tensor | None,
     group_size: int,
     activation: str,
+    outlier_columns: Tensor | None = None,
+    outlier_weight: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[0] // 2)
 

@@ -131,6 +131,17 @@ def fp8_linear(
     return y if bias is None else y + bias
 
 
+def outliers(x: Float64, columns: NDArray[np.int64], weight: Float64) -> Float64:
+    """Return what input channels add whose weights are kept apart: x[:, columns] @ weight.
+
+    Shapes: x [M, K], columns [n], weight [n, N].
+    """
+    y = np.zeros((x.shape[0], weight.shape[1]))
+    for column, row in zip(columns, weight, strict=True):
+        y += np.outer(x[:, column], row)
+    return y
+
+
 ACTIVATIONS: dict[str, Callable[[Float64], Float64]] = {
     "silu": lambda z: z / (1 + np.exp(-z)),
     "gelu": lambda z: z * 0.5 * (1 + np.vectorize(math.erf, otypes=[np.float64])(z / np.sqrt(2))),

@@ -14,6 +14,7 @@ from quantkit.decoder_ops import StepLayers, StepLinear, decoder_step
 from quantkit.errors import UnsupportedError
 from quantkit.extension import EXTENSION_LOADED
 from quantkit.numerics import E3M4, E4M3, encode
+from quantkit.outliers import Outliers
 
 REJECTED = (UnsupportedError, RuntimeError)
 HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 72, 96, 6, 2, 24
@@ -59,10 +60,14 @@ class Case:
         }
 
 
-def fp8(rows: int, columns: int, group_size: int, bias: bool) -> StepLinear:
+def fp8(rows: int, columns: int, group_size: int, bias: bool, outliers: int = 0) -> StepLinear:
     codes = torch.randn(rows, columns).to(torch.float8_e4m3fn)
     scale = torch.rand(rows, -(-columns // group_size)) * 0.2
-    return StepLinear(codes, scale, torch.randn(rows) if bias else None, group_size)
+    apart = None
+    if outliers:
+        numbers = torch.randperm(columns)[:outliers].sort().values.int()
+        apart = Outliers(numbers, torch.randn(outliers, rows).bfloat16())
+    return StepLinear(codes, scale, torch.randn(rows) if bias else None, group_size, apart)
 
 
 def make(
@@ -71,6 +76,7 @@ def make(
     qk_norm: bool = False,
     dense: bool = False,
     turned: int = HEAD_DIM,
+    outliers: int = 0,
     norms: str = "",  # "sandwich": also of what is added, in float32; "after": of that alone
 ) -> Case:
     torch.manual_seed(0)
@@ -95,10 +101,10 @@ def make(
             query_norm,
             key_norm,
             None if norms == "after" else hidden_norms[1],
-            fp8(qkv, HIDDEN, HIDDEN, bias=number == 1),
-            StepLinear(out) if dense else fp8(HIDDEN, HEADS * HEAD_DIM, 64, bias=False),
-            fp8(2 * INNER, HIDDEN, 32, bias=False),
-            fp8(HIDDEN, INNER, INNER, bias=False),
+            fp8(qkv, HIDDEN, HIDDEN, bias=number == 1, outliers=outliers),
+            StepLinear(out) if dense else fp8(HIDDEN, HEADS * HEAD_DIM, 64, False, outliers),
+            fp8(2 * INNER, HIDDEN, 32, bias=False, outliers=outliers),
+            fp8(HIDDEN, INNER, INNER, bias=False, outliers=number * outliers),
             8 if number == 2 else None,
             number,  # no rotation, then two sets of angles
             *added,
@@ -127,7 +133,8 @@ def plain(arguments: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize(
     "options",
     [{}, {"kv": "fp8-head"}, {"kv": "fp8-e3m4"}, {"kv": "none"}, {"qk_norm": True}, {"dense": True},
-     {"norms": "sandwich", "qk_norm": True}, {"norms": "after"}, {"turned": 10}],
+     {"norms": "sandwich", "qk_norm": True}, {"norms": "after"}, {"turned": 10},
+     {"outliers": 5}],
     ids=str,
 )  # fmt: skip
 def test_a_step_is_the_same_bits_as_one_op_at_a_time(
@@ -163,7 +170,7 @@ def test_every_activation(activation: str) -> None:
             {"lengths": torch.full((3,), 99).int()},
             "block_tables, lengths and query_starts must be within",
         ),
-        ({"caches": []}, "weights, caches and numbers must be 18, 4 and 6 a layer, got 54, 0"),
+        ({"caches": []}, "weights, caches and numbers must be 26, 4 and 6 a layer, got 78, 0"),
         ({"hidden": torch.randn(9, 64)}, r"norm must be of shape \[features\] = \[64\]"),
     ],
     ids=str,

@@ -17,8 +17,8 @@ SHARED = (
     "checkpoint", "config_sizes", "model_names", "experts",
 )  # fmt: skip
 OPS = (
-    "extension", "op_checks", "ops", "dense_ops", "attention_ops", "cache_ops", "row_ops",
-    "scaled_ops", "sampling_ops", "decoder_ops", "probe_ops",
+    "extension", "op_checks", "outliers", "ops", "dense_ops", "attention_ops", "cache_ops",
+    "row_ops", "scaled_ops", "sampling_ops", "decoder_ops", "probe_ops",
 )  # fmt: skip
 RUNTIME = (
     "errors", "numerics", "scheme", "shards", "checkpoint", "model_names", "experts", *OPS,
@@ -66,6 +66,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "calibrate": (*SHARED, "calibrate"),
     "extension": (),
     "op_checks": ("errors",),
+    "outliers": ("op_checks",),
     "ops": ("errors", "numerics", *OPS),
     "dense_ops": ("errors", "numerics", *OPS),
     "attention_ops": ("errors", "numerics", *OPS),

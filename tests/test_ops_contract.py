@@ -142,6 +142,7 @@ OTHER_KERNELS = {
 def test_other_kernels_pass_the_same_tests(kernels: str) -> None:
     names = (
         "test_ops.py",
+        "test_outlier_ops.py",
         "test_dense_ops.py",
         "test_attention_ops.py",
         "test_attention_kernels.py",

@@ -16,6 +16,20 @@ inline void check_rows(const char* op, const char* argument, const Tensor& tenso
   check_side_by_side(op, argument, tensor);
 }
 
+// The same, and that the columns are below `features`, so that x may be read there.
+inline OutlierMatrix checked_outliers(const char* op, const std::optional<Tensor>& columns,
+                                      const std::optional<Tensor>& weight, int64_t rows,
+                                      int64_t features) {
+  const OutlierMatrix outliers = outlier_matrix(op, columns, weight, rows);
+  for (int64_t i = 0; i < outliers.count; ++i) {
+    if (outliers.columns[i] < 0 || outliers.columns[i] >= features) {
+      fail(op, "outlier_columns", "in [0, " + std::to_string(features) + ")",
+           std::to_string(outliers.columns[i]));
+    }
+  }
+  return outliers;
+}
+
 // The leading features of each head that cos and sin turn, [rows, rotary_dim].
 inline int64_t checked_angles(const char* op, const Tensor& cos, const Tensor& sin,
                               int64_t head_dim, const Tensor& x) {

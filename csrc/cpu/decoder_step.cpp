@@ -19,14 +19,14 @@ constexpr int64_t kSharedElements = 4 * 1024;
 // What the lists hold for each layer, in this order; an empty tensor stands for none.
 enum LayerTensor {
   kInputNorm,
-  kQkv,  // weight, scale, bias; so are the other three linear layers
-  kQueryNorm = kQkv + 3,
+  kQkv,  // weight, scale, bias, outlier columns and weight; so are the other three linear layers
+  kQueryNorm = kQkv + 5,
   kKeyNorm,
   kOut,
-  kPostNorm = kOut + 3,
+  kPostNorm = kOut + 5,
   kGateUp,
-  kDown = kGateUp + 3,
-  kAttentionNorm = kDown + 3,  // of what attention adds, and the MLP
+  kDown = kGateUp + 5,
+  kAttentionNorm = kDown + 5,  // of what attention adds, and the MLP
   kMlpNorm,
   kLayerTensors,
 };
@@ -113,7 +113,8 @@ NormWeight head_norm_weight(const Tensor& weight, int64_t heads, int64_t head_di
   return norm_weight(weight, together ? heads * head_dim : head_dim, hidden);
 }
 
-// weights[0..2]: weight, scale and bias of one linear layer; negative rows admit any number.
+// weights[0..4]: weight, scale, bias and outliers of one linear layer; negative rows admit any
+// number.
 LinearTask linear_task(const Tensor* weights, int64_t group_size, int64_t rows, int64_t columns,
                        FloatType type) {
   LinearTask task{};
@@ -126,6 +127,9 @@ LinearTask linear_task(const Tensor* weights, int64_t group_size, int64_t rows, 
     check_layout(kOp, "bias", weights[2]);
     task.bias_type = float_type(kOp, "bias", weights[2].scalar_type());
     task.bias = weights[2].const_data_ptr();
+  }
+  if (weights[3].numel() > 0) {
+    task.outliers = checked_outliers(kOp, weights[3], weights[4], task.weight.rows, columns);
   }
   task.out_type = type;
   return task;
@@ -288,7 +292,7 @@ Tensor decoder_step(Tensor hidden, std::vector<Tensor> weights, std::vector<Tens
   const size_t count = weights.size() / kLayerTensors;
   if (count == 0 || weights.size() != count * kLayerTensors ||
       caches.size() != count * kCacheTensors || numbers.size() != count * kLayerNumbers) {
-    fail(kOp, "weights, caches and numbers", "18, 4 and 6 a layer",
+    fail(kOp, "weights, caches and numbers", "26, 4 and 6 a layer",
          std::to_string(weights.size()) + ", " + std::to_string(caches.size()) + " and " +
              std::to_string(numbers.size()));
   }

@@ -25,6 +25,7 @@
 #include "kernel_attention.h"
 #include "kernel_dequantize.h"
 #include "kernel_linear.h"
+#include "kernel_outliers.h"
 #include "kernel_pack.h"
 #include "kernel_rows.h"
 
@@ -41,6 +42,8 @@ constexpr KernelSet kKernels{
     .pack = pack<Isa>,
     .linear = linear<Isa, choose_kernel<Isa>>,
     .gated_linear = gated_linear<Isa, choose_kernel<Isa>>,
+    .add_outliers = add_outliers<Isa>,
+    .add_gated_outliers = add_gated_outliers<Isa>,
     .dequantize = dequantize<Isa>,
     .rms_norm = rms_norm<Isa>,
     .gate = gate<Isa>,

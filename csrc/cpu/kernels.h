@@ -21,6 +21,8 @@ struct LinearTask {
   int64_t features;
   int batch;
   Activation activation;  // used by gated_linear only
+  OutlierMatrix outliers;
+  const float* outlier_x;  // [batch, outliers.count]: x in those columns
 };
 
 struct DequantizeTask {
@@ -163,6 +165,11 @@ struct KernelSet {
   // These three work on output features (or weight rows) [begin, end).
   void (*linear)(const LinearTask&, int64_t begin, int64_t end);
   void (*gated_linear)(const LinearTask&, int64_t begin, int64_t end);
+  // Add what outlier columns give to the sums of all others, [batch, end - begin], and round: the
+  // features [begin, end) of task.out.
+  void (*add_outliers)(const LinearTask&, const float* sums, int64_t begin, int64_t end);
+  void (*add_gated_outliers)(const LinearTask&, const float* gates, const float* ups, int64_t begin,
+                             int64_t end);
   void (*dequantize)(const DequantizeTask&, int64_t begin, int64_t end);
   // On rows or tokens [begin, end).
   void (*rms_norm)(const NormTask&, int64_t begin, int64_t end);

@@ -8,6 +8,7 @@
 #include "buffer.h"
 #include "checks.h"
 #include "ops.h"
+#include "outliers.h"
 
 namespace quantkit {
 namespace {
@@ -27,7 +28,10 @@ void run_rows(LinearTask task, const Rows& x, int64_t features, const KernelSet&
   const int64_t feature_bytes =
       task.weight.rows / features * columns * bytes_of(task.weight.format) + 1;
   const int64_t step = (kUnitBytes / feature_bytes / kRowsPerUnit + 1) * kRowsPerUnit;
+  const float* outlier_x = task.outlier_x;
   Buffer packed;
+  Buffer sums;
+  int64_t sums_size = 0;
   for (int64_t row = 0; row < x.batch; row += kernels.max_batch) {
     task.batch = static_cast<int>(std::min<int64_t>(kernels.max_batch, x.batch - row));
     const PackTask pack{.x = x_data + row * columns * bytes_of(x.type),
@@ -36,27 +40,43 @@ void run_rows(LinearTask task, const Rows& x, int64_t features, const KernelSet&
                         .batch = task.batch,
                         .columns = columns,
                         .group_size = task.weight.group_size};
-    if (packed == nullptr) packed = aligned_buffer(kernels.packed_size(pack));
+    if (packed == nullptr) {  // later passes are no larger
+      packed = aligned_buffer(kernels.packed_size(pack));
+      sums_size = outlier_sums_size(task, std::min(step, features), kind == Kind::kGated);
+      sums = aligned_buffer(sums_size * team.size());
+    }
     kernels.pack(pack, packed.get());
     task.x = packed.get();
+    task.outlier_x = outlier_x + row * task.outliers.count;
     task.out = out_data + row * features * bytes_of(task.out_type);
-    team.for_each((features + step - 1) / step, [&](int64_t unit, int64_t) {
-      kernel(task, unit * step, std::min((unit + 1) * step, features));
+    team.for_each((features + step - 1) / step, [&](int64_t unit, int64_t worker) {
+      const int64_t begin = unit * step;
+      const int64_t end = std::min(begin + step, features);
+      if (task.outliers.count == 0) return kernel(task, begin, end);
+      features_with_outliers(
+          task, begin, end, kind == Kind::kGated, kernels, sums.get() + worker * sums_size,
+          [&](const LinearTask& part) { kernels.linear(part, 0, part.features); });
     });
   }
 }
 
 // The same with tiles.
-void run_tiles(LinearTask task, const Rows& x, int64_t features, const TileKernels& kernels,
-               Team& team, Kind kind) {
+void run_tiles(LinearTask task, const Rows& x, int64_t features, const KernelSet& set, Team& team,
+               Kind kind) {
   constexpr int64_t kTileRows = 16;
+  const TileKernels& kernels = *set.tiles;
   const auto kernel = kind == Kind::kGated ? kernels.gated_linear : kernels.linear;
   const int64_t columns = task.weight.columns;
   const auto* x_data = static_cast<const char*>(x.data);
   auto* out_data = static_cast<char*>(task.out);
   const int64_t most = std::min(kernels.max_batch(columns), x.batch);
+  // Outlier columns come between the product and the gate: gates and ups are products of their own.
+  const bool gated_kernel = kind == Kind::kGated && task.outliers.count == 0;
+  const float* outlier_x = task.outlier_x;
   Buffer packed;
   Buffer scratch;
+  Buffer sums;
+  int64_t sums_size = 0;
   for (int64_t row = 0; row < x.batch; row += most) {
     task.batch = static_cast<int>(std::min(most, x.batch - row));
     const PackTask pack{.x = x_data + row * columns * bytes_of(x.type),
@@ -69,15 +89,23 @@ void run_tiles(LinearTask task, const Rows& x, int64_t features, const TileKerne
     if (packed == nullptr) {  // later passes are no larger
       packed = aligned_buffer(kernels.packed_size(pack));
       scratch = aligned_buffer(size * team.size());
+      sums_size = outlier_sums_size(task, kernels.step(task, gated_kernel), kind == Kind::kGated);
+      sums = aligned_buffer(sums_size * team.size());
     }
     team.for_each((task.batch + kTileRows - 1) / kTileRows,
                   [&](int64_t tile, int64_t) { kernels.pack(pack, tile, packed.get()); });
     task.x = packed.get();
     task.out = out_data + row * features * bytes_of(task.out_type);
-    const int64_t step = kernels.step(task, kind == Kind::kGated);
+    task.outlier_x = outlier_x + row * task.outliers.count;
+    const int64_t step = kernels.step(task, gated_kernel);
     team.for_each((features + step - 1) / step, [&](int64_t unit, int64_t worker) {
-      kernel(task, unit * step, std::min((unit + 1) * step, features),
-             scratch.get() + worker * size);
+      const int64_t begin = unit * step;
+      const int64_t end = std::min(begin + step, features);
+      float* own = scratch.get() + worker * size;
+      if (task.outliers.count == 0) return kernel(task, begin, end, own);
+      features_with_outliers(
+          task, begin, end, kind == Kind::kGated, set, sums.get() + worker * sums_size,
+          [&](const LinearTask& part) { kernels.linear(part, 0, part.features, own); });
     });
   }
 }
@@ -91,8 +119,10 @@ void run(LinearTask task, const Rows& x, int64_t features, const KernelSet& kern
   if (x.batch == 0 || features == 0) return;
   task.features = features;
   task.x_type = x.type;
+  const Buffer outlier_x = gather_outliers(x, task.weight.columns, task.outliers, team);
+  task.outlier_x = outlier_x.get();
   if (fits_tiles(kernels, x.type, task.weight) && x.batch >= kernels.tiles->fewest_rows) {
-    run_tiles(task, x, features, *kernels.tiles, team, kind);
+    run_tiles(task, x, features, kernels, team, kind);
   } else {
     run_rows(task, x, features, kernels, team, kind);
   }
@@ -132,12 +162,14 @@ void run_op(const LinearTask& task, const Rows& rows) {
 }
 
 Tensor gated(const char* op, const Tensor& x, const Tensor& weight, const WeightMatrix& matrix,
-             const std::optional<Tensor>& bias, const std::string& activation) {
+             const std::optional<Tensor>& bias, const std::string& activation,
+             const OutlierMatrix& outliers = {}) {
   if (matrix.rows % 2 != 0) {
     fail(op, "weight", "gate rows then as many up rows", shape_text(weight.sizes()));
   }
   LinearTask task = linear_task(op, x, matrix, bias);
   task.activation = activation_named(op, activation);
+  task.outliers = outliers;
   Tensor out = torch::stable::new_empty(x, {x.size(0), matrix.rows / 2});
   task.out = out.mutable_data_ptr();
   const Rows rows = rows_of(op, x);
@@ -171,11 +203,14 @@ void run_gated_linear(LinearTask task, const Rows& x, const KernelSet& kernels, 
 }
 
 Tensor fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,
-                  int64_t group_size, std::optional<ScalarType> dtype) {
+                  int64_t group_size, std::optional<ScalarType> dtype,
+                  std::optional<Tensor> outlier_columns, std::optional<Tensor> outlier_weight) {
   const char* op = "fp8_linear";
   const WeightMatrix matrix = weight_matrix(op, weight, weight_scale, group_size);
   LinearTask task = linear_task(op, x, matrix, bias);
   if (dtype.has_value()) task.out_type = float_type(op, "dtype", *dtype);
+  task.outliers =
+      checked_outliers(op, outlier_columns, outlier_weight, matrix.rows, matrix.columns);
   Tensor out = torch::stable::new_empty(x, {x.size(0), matrix.rows}, dtype);
   task.out = out.mutable_data_ptr();
   run_op(task, rows_of(op, x));
@@ -183,10 +218,13 @@ Tensor fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Te
 }
 
 Tensor fp8_gated_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,
-                        int64_t group_size, std::string activation) {
+                        int64_t group_size, std::string activation,
+                        std::optional<Tensor> outlier_columns,
+                        std::optional<Tensor> outlier_weight) {
   const char* op = "fp8_gated_linear";
-  return gated(op, x, weight, weight_matrix(op, weight, weight_scale, group_size), bias,
-               activation);
+  const WeightMatrix matrix = weight_matrix(op, weight, weight_scale, group_size);
+  return gated(op, x, weight, matrix, bias, activation,
+               checked_outliers(op, outlier_columns, outlier_weight, matrix.rows, matrix.columns));
 }
 
 Tensor linear(Tensor x, Tensor weight, std::optional<Tensor> bias, ScalarType dtype) {

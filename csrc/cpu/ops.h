@@ -13,12 +13,16 @@ namespace quantkit {
 torch::stable::Tensor fp8_linear(torch::stable::Tensor x, torch::stable::Tensor weight,
                                  torch::stable::Tensor weight_scale,
                                  std::optional<torch::stable::Tensor> bias, int64_t group_size,
-                                 std::optional<torch::headeronly::ScalarType> dtype);
+                                 std::optional<torch::headeronly::ScalarType> dtype,
+                                 std::optional<torch::stable::Tensor> outlier_columns,
+                                 std::optional<torch::stable::Tensor> outlier_weight);
 
 torch::stable::Tensor fp8_gated_linear(torch::stable::Tensor x, torch::stable::Tensor weight,
                                        torch::stable::Tensor weight_scale,
                                        std::optional<torch::stable::Tensor> bias,
-                                       int64_t group_size, std::string activation);
+                                       int64_t group_size, std::string activation,
+                                       std::optional<torch::stable::Tensor> outlier_columns,
+                                       std::optional<torch::stable::Tensor> outlier_weight);
 
 torch::stable::Tensor linear(torch::stable::Tensor x, torch::stable::Tensor weight,
                              std::optional<torch::stable::Tensor> bias,

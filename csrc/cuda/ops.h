@@ -14,9 +14,11 @@ using torch::stable::Tensor;
 
 // weight_linear.cu, dequantize.cu
 Tensor fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,
-                  int64_t group_size, std::optional<ScalarType> dtype);
+                  int64_t group_size, std::optional<ScalarType> dtype,
+                  std::optional<Tensor> outlier_columns, std::optional<Tensor> outlier_weight);
 Tensor fp8_gated_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,
-                        int64_t group_size, std::string activation);
+                        int64_t group_size, std::string activation,
+                        std::optional<Tensor> outlier_columns, std::optional<Tensor> outlier_weight);
 Tensor dequantize_weight(Tensor weight, Tensor weight_scale, int64_t group_size, ScalarType dtype);
 
 // scaled_mm.cu

@@ -15,6 +15,11 @@ FloatType half_type(const char* op, const Tensor& x) {
   return float_type(op, "x", type);
 }
 
+// These kernels know no outlier columns yet; quantkit/ops.py adds them on a GPU.
+void refuse_outliers(const char* op, const std::optional<Tensor>& columns) {
+  if (columns.has_value()) fail(op, "outlier_columns", "not given on a GPU", "some");
+}
+
 Tensor run(const char* op, const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
            const std::optional<Tensor>& bias, int64_t group_size, bool gated,
            Activation activation) {
@@ -55,7 +60,9 @@ Tensor run(const char* op, const Tensor& x, const Tensor& weight, const Tensor& 
 }  // namespace
 
 Tensor fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,
-                  int64_t group_size, std::optional<ScalarType> dtype) {
+                  int64_t group_size, std::optional<ScalarType> dtype,
+                  std::optional<Tensor> outlier_columns, std::optional<Tensor> outlier_weight) {
+  refuse_outliers("fp8_linear", outlier_columns);
   if (dtype.has_value()) {
     fail("fp8_linear", "dtype", "not given on a GPU", "one");
   }
@@ -63,8 +70,11 @@ Tensor fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Te
 }
 
 Tensor fp8_gated_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,
-                        int64_t group_size, std::string activation) {
+                        int64_t group_size, std::string activation,
+                        std::optional<Tensor> outlier_columns,
+                        std::optional<Tensor> outlier_weight) {
   const char* op = "fp8_gated_linear";
+  refuse_outliers(op, outlier_columns);
   return run(op, x, weight, weight_scale, bias, group_size, true, activation_named(op, activation));
 }
 

@@ -18,6 +18,7 @@ from quantkit.checkpoint import QuantizedWeight
 from quantkit.decoder_ops import StepLinear
 from quantkit.errors import CheckpointError
 from quantkit.numerics import Format, amax_to_scale, decode, fake_quantize, tile_amax
+from quantkit.outliers import Outliers
 from quantkit.scheme import QuantSpec
 
 if TYPE_CHECKING:
@@ -67,42 +68,6 @@ class InputQuantizer:
 
 
 @dataclass(frozen=True, slots=True)
-class OutlierColumns:
-    """Input channels whose weights are not in the codes, which are 0 there.
-
-    Shapes: numbers int64 [n]; weight [out_features, n], a float dtype.
-    """
-
-    numbers: Tensor
-    weight: Tensor
-
-    @classmethod
-    def stack(cls, weights: Sequence[QuantizedWeight]) -> OutlierColumns | None:
-        """Stack by rows; a layer whose codes hold a channel that others keep apart adds 0 there."""
-        pairs = [(w.columns, w.exact) for w in weights]
-        chosen = {int(number) for columns, _ in pairs if columns is not None for number in columns}
-        if not chosen:
-            return None
-        numbers = torch.tensor(sorted(chosen))
-        parts = []
-        for (columns, exact), weight in zip(pairs, weights, strict=True):
-            part = torch.zeros(weight.codes.shape[0], len(numbers), dtype=torch.bfloat16)
-            if columns is not None and exact is not None:
-                part[:, torch.searchsorted(numbers, columns.long())] = exact.to(part.dtype)
-            parts.append(part)
-        return cls(numbers, torch.cat(parts))
-
-    def to(self, device: torch.device) -> OutlierColumns:
-        """Return the same columns on another device."""
-        return OutlierColumns(self.numbers.to(device), self.weight.to(device))
-
-    def add_to(self, y: Tensor, x: Tensor) -> Tensor:
-        """Return `y + x[:, numbers] @ weight.T`, added in float32, rounded to y's dtype."""
-        chosen = x.index_select(1, self.numbers).float()
-        return torch.addmm(y.float(), chosen, self.weight.float().T).to(y.dtype)
-
-
-@dataclass(frozen=True, slots=True)
 class Fp8Linear:
     """`y = x @ (codes * scale).T + bias`, the weight decoded inside the kernel.
 
@@ -115,7 +80,7 @@ class Fp8Linear:
     group_size: int
     bias: Tensor | None = None
     inputs: InputQuantizer | None = None
-    outliers: OutlierColumns | None = None
+    outliers: Outliers | None = None
 
     @classmethod
     def stack(cls, weights: Sequence[QuantizedWeight], inputs: QuantSpec | None) -> Fp8Linear:
@@ -138,7 +103,7 @@ class Fp8Linear:
             group_size=group_sizes[0],
             bias=_stack_biases(weights),
             inputs=_input_quantizer(weights, inputs),
-            outliers=OutlierColumns.stack(weights),
+            outliers=_stack_outliers(weights),
         )
 
     def to(self, device: torch.device) -> Fp8Linear:
@@ -154,23 +119,22 @@ class Fp8Linear:
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return y. Shapes: [num_tokens, in_features] -> [num_tokens, out_features]."""
         x = x if self.inputs is None else self.inputs(x)
-        y = ops.fp8_linear(x, self.codes, self.scale, self.bias, self.group_size, dtype)
-        return y if self.outliers is None else self.outliers.add_to(y, x)
+        return ops.fp8_linear(
+            x, self.codes, self.scale, self.bias, self.group_size, dtype, self.outliers
+        )
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """Return act(gate) * up, the first half of the rows being gate."""
-        if self.outliers is not None:
-            return ops.gate(self(x, torch.float32), activation).to(x.dtype)
         x = x if self.inputs is None else self.inputs(x)
         return ops.fp8_gated_linear(
-            x, self.codes, self.scale, self.bias, self.group_size, activation
+            x, self.codes, self.scale, self.bias, self.group_size, activation, self.outliers
         )
 
     def for_step(self) -> StepLinear | None:
         """Return the layer for `decoder_step`; None if it has more to do than the kernel can."""
-        if self.inputs is not None or self.outliers is not None:
+        if self.inputs is not None:
             return None
-        return StepLinear(self.codes, self.scale, self.bias, self.group_size)
+        return StepLinear(self.codes, self.scale, self.bias, self.group_size, self.outliers)
 
     def scaled(self, num_rows: int) -> None:
         """Return None: inputs are rounded, if at all, to values of their own dtype."""
@@ -249,6 +213,22 @@ def _stack_rows(parts: Sequence[Tensor]) -> Tensor:
     if parts[0].dtype.itemsize == 1:  # torch.cat knows no 8-bit floats
         return torch.cat([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
     return torch.cat(list(parts))
+
+
+def _stack_outliers(weights: Sequence[QuantizedWeight]) -> Outliers | None:
+    """Stack by rows; a layer whose codes hold a channel that others keep apart adds 0 there."""
+    pairs = [(w.columns, w.exact) for w in weights]
+    chosen = {int(number) for columns, _ in pairs if columns is not None for number in columns}
+    if not chosen:
+        return None
+    numbers = torch.tensor(sorted(chosen), dtype=torch.int32)
+    parts = []
+    for (columns, exact), weight in zip(pairs, weights, strict=True):
+        part = torch.zeros(len(numbers), weight.codes.shape[0], dtype=torch.bfloat16)
+        if columns is not None and exact is not None:
+            part[torch.searchsorted(numbers, columns)] = exact.T.to(part.dtype)
+        parts.append(part)
+    return Outliers(numbers, torch.cat(parts, dim=1))
 
 
 def _stack_biases(weights: Sequence[QuantizedWeight]) -> Tensor | None:
