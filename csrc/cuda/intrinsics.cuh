@@ -60,6 +60,11 @@ QK_DEVICE uint32_t load_once4(const void* address) {
   return w;
 }
 
+// Brings the sector at an address to L2, and waits for nothing.
+QK_DEVICE void prefetch(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // The same for what an earlier kernel of the stream wrote, which may still run when this one begins
 // (launch_overlapped.h): the read-only path is for memory that nobody writes while a kernel lives.
 QK_DEVICE Word4 load_written16(const void* address) {

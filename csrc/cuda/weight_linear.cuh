@@ -22,6 +22,7 @@
 #include "activation.cuh"
 #include "intrinsics.cuh"
 #include "weight_linear.h"
+#include "weight_linear_outliers.cuh"
 
 namespace quantkit::cuda {
 
@@ -47,6 +48,24 @@ struct LinearShape {
   static_assert(stages % 2 == 0, "a unit is two chunks");
 };
 
+// What every warp of a block summed of 16 features: of one weight row or of gate and up, by tokens.
+template <class Shape, int kParts>
+using WarpSums = float[Shape::kSplits][kParts][Shape::kTokenTiles][kTileRows][kTileTokens];
+
+// The sums of one output, in the order of the warps.
+template <class Shape, int kParts>
+QK_DEVICE void add_warps(const WarpSums<Shape, kParts>& shared, int token, int row,
+                         float (&totals)[kParts]) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    totals[part] = 0.0f;
+#pragma unroll
+    for (int split = 0; split < Shape::kSplits; ++split) {
+      totals[part] += shared[split][part][token / kTileTokens][row][token % kTileTokens];
+    }
+  }
+}
+
 // Four codes to two pairs of T, exactly, but Decode<Format>::kFactor times too small.
 template <class Format, class T>
 QK_DEVICE Word2 decode_quad(uint32_t codes) {
@@ -68,16 +87,18 @@ QK_DEVICE float load_float(const void* values, FloatType type, int64_t index) {
   }
 }
 
-// Everything after the sums of codes and x: `sums` of the one weight row, or of gate and up.
+// Everything after the sums of codes and x: `sums` of the one weight row, or of gate and up; `apart`
+// is what outliers add, if there are any.
 template <bool kGated, int kParts>
-QK_DEVICE float finish_feature(const LinearCall& call, const float (&sums)[kParts], bool scaled,
-                               int64_t feature) {
+QK_DEVICE float finish_feature(const LinearCall& call, const float (&sums)[kParts],
+                               const float (&apart)[kParts], bool scaled, int64_t feature) {
   float values[kParts];
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     const int64_t row = feature + part * call.features;
     values[part] = scaled ? sums[part] : sums[part] * call.scale[row];
     if (call.bias != nullptr) values[part] += load_float(call.bias, call.bias_type, row);
+    if (call.outliers > 0) values[part] += apart[part];
   }
   if constexpr (kGated) return activate(call.activation, values[0]) * values[1];
   return values[0];
@@ -227,6 +248,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
     if (stage < count) load_codes(codes[stage], stage % 2 * kChunk, true);
     if (stage % 2 == 1) next_codes();
   }
+  prefetch_outliers<Shape, kParts>(call, first_feature);
   wait_for_previous_kernel();
   if (kTokenStages == 2 && count > 0) load_tokens(x[0], 0, true);
   for (int i = 0; i < count; i += kStages) {
@@ -252,10 +274,26 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
     multiply_chunk<Format, T>(sums, codes[0], x[0]);
   }
 
-  __shared__ float shared[kSplits][kParts][kTokenTiles][kTileRows][kTileTokens];
+  __shared__ WarpSums<Shape, kParts> shared;
+  __shared__ float apart[kParts][Shape::kTokens][kTileRows];  // what outliers add
 #pragma unroll
   for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
+    const int64_t tile_feature = first_feature + row_tile * kTileRows;
     if (row_tile > 0) __syncthreads();
+    if (call.outliers > 0) {
+      share_outliers<T, Shape, kParts>(call, first_token, tile_feature, shared[warp]);
+      __syncthreads();
+#pragma unroll 1
+      for (int i = threadIdx.x; i < Shape::kTokens * kTileRows; i += Shape::kThreads) {
+        float totals[kParts];
+        add_warps<Shape, kParts>(shared, i / kTileRows, i % kTileRows, totals);
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          apart[part][i / kTileRows][i % kTileRows] = totals[part];
+        }
+      }
+      __syncthreads();
+    }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
 #pragma unroll
@@ -272,20 +310,18 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
       const int row = i % kTileRows;
       const int in_block = i / kTileRows;
       const int64_t out_token = first_token + in_block;
-      const int64_t feature = first_feature + row_tile * kTileRows + row;
+      const int64_t feature = tile_feature + row;
       if (out_token >= call.tokens || feature >= call.features) continue;
       float totals[kParts];
+      float beside[kParts];
+      add_warps<Shape, kParts>(shared, in_block, row, totals);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        totals[part] = 0.0f;
-#pragma unroll
-        for (int split = 0; split < kSplits; ++split) {
-          totals[part] += shared[split][part][in_block / kTileTokens][row][in_block % kTileTokens];
-        }
         totals[part] *= Decode<Format>::kFactor;
+        beside[part] = apart[part][in_block][row];
       }
       static_cast<T*>(call.out)[out_token * call.features + feature] =
-          narrow<T>(finish_feature<kGated>(call, totals, kGrouped, feature));
+          narrow<T>(finish_feature<kGated>(call, totals, beside, kGrouped, feature));
     }
   }
 }
@@ -304,6 +340,7 @@ __global__ void __launch_bounds__(128) weight_linear_any(const LinearCall call) 
   int64_t feature = static_cast<int64_t>(blockIdx.y) * warps + threadIdx.x / kWarp;
   for (; feature < call.features; feature += static_cast<int64_t>(gridDim.y) * warps) {
     float sums[kParts];
+    float apart[kParts];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const int64_t row = feature + part * call.features;
@@ -317,8 +354,14 @@ __global__ void __launch_bounds__(128) weight_linear_any(const LinearCall call) 
         sum = fmaf(weight, widen(x[column]), sum);
       }
       sums[part] = warp_sum(sum);
+      float beside = 0.0f;
+      for (int64_t j = lane; j < call.outliers; j += kWarp) {
+        const float weight = outlier_weight(call, j, row, kParts * call.features);
+        beside = fmaf(weight, widen(x[call.outlier_columns[j]]), beside);
+      }
+      apart[part] = call.outliers > 0 ? warp_sum(beside) : 0.0f;
     }
-    const float value = finish_feature<kGated>(call, sums, true, feature);
+    const float value = finish_feature<kGated>(call, sums, apart, true, feature);
     if (lane == 0) static_cast<T*>(call.out)[token * call.features + feature] = narrow<T>(value);
   }
 }

@@ -61,11 +61,14 @@ struct Few {
 template <class Kernels, class Format, class T>
 void run(const T* x, int64_t shift, const uint8_t* codes, const float* scale, const void* bias,
          int64_t bias_type, T* out, int64_t tokens, int64_t columns, int64_t features,
-         int64_t groups, int64_t group_size, int64_t activation) {
+         int64_t groups, int64_t group_size, int64_t activation, const int32_t* outlier_columns,
+         const void* outlier_weight, int64_t outliers) {
   const bool gated = activation >= 0;
   const LinearCall call{.x = x + shift, .codes = codes, .scale = scale, .bias = bias, .out = out,
                         .tokens = tokens, .columns = columns, .features = features,
                         .groups = groups, .group_size = group_size,
+                        .outlier_columns = outlier_columns, .outlier_weight = outlier_weight,
+                        .outliers = outliers,
                         .bias_type = static_cast<FloatType>(bias_type),
                         .activation = static_cast<Activation>(gated ? activation : 0)};
   Kernels::template run<Format, T>(
@@ -78,9 +81,11 @@ void run(const T* x, int64_t shift, const uint8_t* codes, const float* scale, co
   extern "C" void name(const T* x, int64_t shift, const uint8_t* codes, const float* scale,    \
                        const void* bias, int64_t bias_type, T* out, int64_t tokens,            \
                        int64_t columns, int64_t features, int64_t groups, int64_t group_size,  \
-                       int64_t activation) {                                                   \
+                       int64_t activation, const int32_t* outlier_columns,                     \
+                       const void* outlier_weight, int64_t outliers) {                         \
     run<Kernels, Format>(x, shift, codes, scale, bias, bias_type, out, tokens, columns,        \
-                         features, groups, group_size, activation);                            \
+                         features, groups, group_size, activation, outlier_columns,            \
+                         outlier_weight, outliers);                                            \
   }
 """
 ALL_KERNELS = (
@@ -122,6 +127,8 @@ class Layer:
     bias: Tensor
     fmt: Format
     group_size: int
+    outlier_columns: Tensor | None = None
+    outlier_weight: Tensor | None = None
 
     @classmethod
     def random(cls, rows: int, columns: int, fmt: Format, group_size: int | None = None) -> Layer:
@@ -131,6 +138,16 @@ class Layer:
         groups = -(-columns // group_size) if columns else 0
         scale = (torch.rand(rows, groups) + 0.5) / fmt.max
         return cls(codes, scale, torch.randn(rows), fmt, group_size)
+
+    def with_outliers(self, count: int) -> Layer:
+        """Return the layer with random weights beside the codes of `count` random columns.
+
+        The codes of those columns stay: in a stack of layers, one's outlier is another's code.
+        """
+        rows, columns = self.codes.shape
+        chosen = torch.randperm(columns)[:count].sort().values.int()
+        weight = torch.randn(count, rows).bfloat16()
+        return replace(self, outlier_columns=chosen, outlier_weight=weight)
 
     def oracle(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the exact result, and a bound on what float32 sums may add to it.
@@ -144,7 +161,13 @@ class Layer:
         absolute = np.abs(reference.float8_values(self.fmt.name))[codes]
         absolute *= reference.expand_grid(grid, codes.shape, (1, self.group_size))
         size = x.double().abs().numpy() @ absolute.T + (0 if b is None else np.abs(b))
-        bound = (x.shape[1] + 4) * UNIT[torch.float32] * size
+        steps = x.shape[1] + 4
+        if self.outlier_columns is not None and self.outlier_weight is not None:
+            chosen = x[:, self.outlier_columns.long()].double().numpy()
+            weight = self.outlier_weight.double().numpy()
+            y, size = y + chosen @ weight, size + np.abs(chosen) @ np.abs(weight)
+            steps += len(weight) + 1
+        bound = steps * UNIT[torch.float32] * size
         return torch.from_numpy(y), torch.from_numpy(bound)
 
     def gated_oracle(
@@ -193,6 +216,9 @@ class Kernels:
             layer.scale.shape[1],
             layer.group_size,
             -1 if activation is None else ACTIVATIONS.index(activation),
+            layer.outlier_columns,
+            layer.outlier_weight,
+            0 if layer.outlier_columns is None else len(layer.outlier_columns),
         )
         return out
 
@@ -316,9 +342,48 @@ def test_what_the_fast_kernel_cannot_do(
     assert_close(actual, *layer.gated_oracle(x, layer.bias, "gelu"))
 
 
+@pytest.mark.parametrize("count", [0, 1, 7, 16, 33, 70])
+def test_outlier_columns_add_what_the_codes_leave_out(checked: Kernels, count: int) -> None:
+    """Fewer, as many, and more outliers than groups of threads that share them."""
+    wide = replace(checked, suffix="_wide")
+    for features, columns in ((17, 80), (33, 1040)):
+        layer = Layer.random(2 * features, columns, checked.fmt).with_outliers(count)
+        x = checked.random_x(max(TOKENS), columns)
+        exact, bound = layer.oracle(x, layer.bias)
+        gated, gated_bound = layer.gated_oracle(x, layer.bias, "silu")
+        for tokens in TOKENS if features == 17 else (1, 8, 33):
+            for kernels in (checked, wide):
+                actual = kernels.linear(layer, x[:tokens], layer.bias)
+                assert_close(actual, exact[:tokens], bound[:tokens])
+            actual = checked.linear(layer, x[:tokens], layer.bias, "silu")
+            assert_close(actual, gated[:tokens], gated_bound[:tokens])
+
+
+@pytest.mark.parametrize(("columns", "group_size"), [(37, 37), (144, 32), (1040, 64)])
+def test_outlier_columns_beside_groups_and_odd_shapes(
+    checked: Kernels, columns: int, group_size: int
+) -> None:
+    layer = Layer.random(34, columns, checked.fmt, group_size).with_outliers(33)
+    x = checked.random_x(9, columns)
+    assert_close(checked.linear(layer, x, layer.bias), *layer.oracle(x, layer.bias))
+    actual = checked.linear(layer, x, None, "gelu")
+    assert_close(actual, *layer.gated_oracle(x, None, "gelu"))
+
+
+def test_no_outliers_change_no_bit(checked: Kernels) -> None:
+    layer = Layer.random(34, 1104, checked.fmt)
+    x = checked.random_x(9, 1104)
+    none = layer.with_outliers(0)
+    zero = replace(layer.with_outliers(5), outlier_weight=torch.zeros(5, 34).bfloat16())
+    for activation in (None, "silu"):
+        expected = checked.linear(layer, x, layer.bias, activation)
+        for other in (none, zero):
+            assert torch.equal(checked.linear(other, x, layer.bias, activation), expected)
+
+
 def test_every_format_and_type(kernels: Kernels) -> None:
     for columns in (1104, 37):
-        layer = Layer.random(38, columns, kernels.fmt)
+        layer = Layer.random(38, columns, kernels.fmt).with_outliers(5)
         x = kernels.random_x(11, columns)
         for activation in ACTIVATIONS:
             actual = kernels.linear(layer, x, layer.bias, activation)
@@ -367,7 +432,7 @@ def test_columns_of_inactive_lanes_and_rows_are_not_touched(checked: Kernels) ->
 
 
 def test_the_order_of_threads_does_not_matter(checked: Kernels, order: Order) -> None:
-    layers = [Layer.random(70, 1104, checked.fmt, size) for size in (1104, 128)]
+    layers = [Layer.random(70, 1104, checked.fmt, size).with_outliers(9) for size in (1104, 128)]
     xs = [checked.random_x(tokens, 1104) for tokens in (1, 9, 33)]
     cases = [(layer, x, act) for layer in layers for x in xs for act in (None, "silu")]
     expected = [checked.linear(layer, x, layer.bias, act) for layer, x, act in cases]

@@ -262,6 +262,7 @@ Word load_aligned(const void* address) {
 inline Word4 load_once16(const void* address) { return load_aligned<Word4>(address); }
 inline Word2 load_once8(const void* address) { return load_aligned<Word2>(address); }
 inline uint32_t load_once4(const void* address) { return load_aligned<uint32_t>(address); }
+inline void prefetch(const void* address) { load_aligned<uint8_t>(address); }
 
 inline Word4 load_written16(const void* address) { return load_aligned<Word4>(address); }
 inline Word2 load_written8(const void* address) { return load_aligned<Word2>(address); }
