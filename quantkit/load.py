@@ -7,6 +7,7 @@ from pathlib import Path
 
 from quantkit.runtime.loading import load_engine
 from quantkit.runtime.model import Fp8Model
+from quantkit.runtime.placement import DeviceMap
 from quantkit.speculative.drafter import Drafter
 from quantkit.speculative.loading import check_draft, load_drafter
 from quantkit.speculative.speculation import Speculator, check_verification
@@ -26,6 +27,7 @@ def load_fp8(
     verification: str = "coupled",
     deterministic: bool = False,
     draft_texts: Sequence[str] = (),
+    device_map: str | DeviceMap | None = None,
 ) -> Fp8Model:
     """Load a checkpoint that `calibrate` or `export` wrote, or another tool in FP8.
 
@@ -45,6 +47,12 @@ def load_fp8(
         deterministic: Run decoding passes of one fixed size, so that not even roundings depend on
             drafts or on the batch.
         draft_texts: Texts that outputs may repeat, in which drafts are looked for too.
+        device_map: Several GPUs, each with some of the layers, in place of `device`. "auto" takes
+            as few as hold the weights and leave room for caches, "balanced" all; the layers are
+            split by their bytes. A dict says it by name, as accelerate writes it:
+            {"model.embed_tokens": 0, "model.layers": 0, "model.layers.30": 1, "model.norm": 1,
+            "lm_head": 1}; the longest name counts, "" means all. Layers stay whole: tokens go
+            through the GPUs one after the other, which makes room and not speed.
 
     Raises CheckpointError if the folder is no intact checkpoint, and UnsupportedError for an option
     that is not known or a draft that does not fit.
@@ -53,7 +61,13 @@ def load_fp8(
     if isinstance(draft, (str, Path)):
         check_draft(draft)
     engine = load_engine(
-        path, device=device, dtype=dtype, kv=kv, activations=activations, threads=threads
+        path,
+        device=device,
+        dtype=dtype,
+        kv=kv,
+        activations=activations,
+        threads=threads,
+        device_map=device_map,
     )
     model = Fp8Model(engine, Path(path), width=DETERMINISTIC_WIDTH if deterministic else None)
     drafter = load_drafter(draft, model, draft_texts) if isinstance(draft, (str, Path)) else draft

@@ -11,6 +11,7 @@ from quantkit.numerics import E4M3
 from quantkit.ops import CUDA_FEW_ROWS
 from quantkit.runtime.decoder import Decoder
 from quantkit.runtime.layers import DenseLinear, Fp8Linear, InputQuantizer, Linear
+from quantkit.runtime.placement import Placement
 from quantkit.runtime.rotation import Rotation
 from quantkit.runtime.scaled_linear import ScaledLinear
 from quantkit.runtime.shapes import ModelShape
@@ -60,7 +61,14 @@ class RandomWeights:
         self.dtype = dtype
         self._quantized = quantized
         self._few_rows = few_rows
+        self._seed = seed
         self._generator = torch.Generator(device).manual_seed(seed)
+
+    def on(self, device: torch.device) -> RandomWeights:
+        """Return a source of the same kind on another device."""
+        if device == self.device:
+            return self
+        return RandomWeights(device, self.dtype, self._quantized, self._few_rows, self._seed + 1)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return random values; about 1 for norms."""
@@ -96,10 +104,18 @@ class RandomWeights:
 
 
 def random_decoder(
-    shape: ModelShape, weights: RandomWeights, quantized_kv: bool, rope_theta: float = 500000.0
+    shape: ModelShape,
+    weights: RandomWeights,
+    quantized_kv: bool,
+    rope_theta: float = 500000.0,
+    placement: Placement | None = None,
 ) -> Decoder:
     """Return a decoder of `shape`; with `quantized_kv` keys and values are E4M3 codes."""
+    placement = placement or Placement.on(weights.device, shape.num_layers)
     exponents = torch.arange(0, shape.head_dim, 2, device=weights.device).float() / shape.head_dim
-    scale = torch.full((1,), 1 / 64, device=weights.device)
-    scales = [(scale, scale)] * shape.num_layers if quantized_kv else None
-    return Decoder(weights, shape, [Rotation(rope_theta**-exponents, 1.0)], scales)
+    scales = None
+    if quantized_kv:
+        units = [torch.full((1,), 1 / 64, device=device) for device in placement.layers]
+        scales = [(unit, unit) for unit in units]
+    rotation = Rotation(rope_theta**-exponents, 1.0)
+    return Decoder(weights, shape, [rotation], scales, placement=placement)

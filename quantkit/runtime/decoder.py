@@ -24,6 +24,7 @@ from quantkit.runtime.decoder_layer import DecoderLayer, read_norm
 from quantkit.runtime.engine import SequenceCache
 from quantkit.runtime.kv_cache import CacheLayout, CacheStep, PagedCache, Scales
 from quantkit.runtime.norms import Norm
+from quantkit.runtime.placement import Placement
 from quantkit.runtime.rotation import Rotation, by_length
 from quantkit.runtime.rotation_switch import RotationSwitch
 from quantkit.runtime.scaled_linear import after_add_norm, after_norm
@@ -50,28 +51,33 @@ class Decoder:
         rotations: Sequence[Rotation],
         kv_scales: Sequence[Scales] | None,
         kv_format: Format = E4M3,
+        placement: Placement | None = None,
     ) -> None:
         self.shape = shape
+        self._placement = placement or Placement.on(reader.device, shape.num_layers)
         self.vocab_size = shape.vocab_size
         self.max_context = shape.max_context
         self.hidden_size = shape.hidden_size
-        self.device = reader.device
+        self.device = self._placement.head
         self.dtype = reader.dtype
-        self._rotations = tuple(rotations)
+        self._rotations = tuple(rotation.to(self._placement.embedding) for rotation in rotations)
         matrix = (shape.vocab_size, shape.hidden_size)
-        self._embedding = reader.tensor("model.embed_tokens.weight", matrix)
-        self._layers = [DecoderLayer.read(reader, shape, n) for n in range(shape.num_layers)]
-        self._norm = read_norm(reader, shape, "model.norm")
+        embedder = reader.on(self._placement.embedding)
+        self._embedding = embedder.tensor("model.embed_tokens.weight", matrix)
+        self._layers = [
+            DecoderLayer.read(reader.on(device), shape, number)
+            for number, device in enumerate(self._placement.layers)
+        ]
+        norm_reader = reader.on(self._placement.norm)
+        self._norm = read_norm(norm_reader, shape, "model.norm")
         self._multiplier = shape.embedding_multiplier
         if shape.rounds_multiplier:
             self._multiplier = torch.tensor(self._multiplier, dtype=self.dtype).item()
-        self._head = reader.head("lm_head", self._embedding, shape.tied)
+        head_reader = reader.on(self.device)
+        self._head = head_reader.head("lm_head", self._embedding.to(self.device), shape.tied)
         reader.check_all_used()
         self._fused = self._fuse()
-        records = self.device.type == "cuda" and self.dtype != torch.float32 and load_cuda_kernels()
-        # How many tokens an expert gets is only known to the host: nothing to record.
-        records = records and shape.experts is None
-        self._graphs = StepGraphs(self.run_step, self.device) if records else None
+        self._graphs = StepGraphs(self.run_step, self.device) if self._records() else None
         limit = shape.long_from
         self._switch = None if limit is None else RotationSwitch(self._append, limit)
         self._layout = CacheLayout(
@@ -82,6 +88,7 @@ class Decoder:
             device=self.device,
             scales=tuple(kv_scales) if kv_scales else None,
             fmt=kv_format,
+            devices=self._placement.layers,
         )
 
     def new_cache(self, num_sequences: int, max_tokens: int) -> PagedCache:
@@ -135,7 +142,7 @@ class Decoder:
         elif self._fused is not None and len(input_ids) <= FEW_ROWS:
             hidden = self._run_fused(self._fused, input_ids, paged, step)
         else:
-            hidden = self.run_step(input_ids.to(self.device), paged, step.to(self.device))
+            hidden = self.run_step(input_ids, paged, step)
         paged.commit(step)
         return hidden
 
@@ -149,23 +156,25 @@ class Decoder:
         return logits if divisor == 1.0 else logits / divisor
 
     def run_step(self, input_ids: Tensor, cache: PagedCache, step: CacheStep) -> Tensor:
-        """Append tokens to the cache, one op after another; all tensors on the model's device.
+        """Append tokens to the cache, one op after another.
 
         Shapes: int64 [num_tokens] -> [num_tokens, hidden_size], what the output head reads.
         """
         shape = self.shape
         hidden = self._embed(input_ids)
-        angles = self._step_angles(step)
+        steps = {device: step.to(device) for device in self._placement.devices}
+        turns = self._everywhere(self._step_angles(steps[self._placement.embedding]))
 
         def attend(number: int, qkv: Tensor) -> Tensor:
-            layer = self._layers[number]
+            layer, device = self._layers[number], self._placement.layers[number]
+            here, angles = steps[device], turns[device]
             norms = (layer.q_norm, layer.k_norm, shape.norm_eps)
             if shape.qk_norm_together:
                 qkv, norms = self._normed_together(layer, qkv), (None, None, shape.norm_eps)
             turn = None if layer.rotary is None else angles[layer.rotary]
-            query = cache.append_rotary(number, qkv, norms, turn, step, shape.num_heads)
+            query = cache.append_rotary(number, qkv, norms, turn, here, shape.num_heads)
             return cache.attend(
-                number, query, step, shape.softmax_scale, layer.window, shape.scores_cap
+                number, query, here, shape.softmax_scale, layer.window, shape.scores_cap
             )
 
         return self._run(hidden, attend)
@@ -176,23 +185,25 @@ class Decoder:
         batch, length = input_ids.shape
         check_context((0,), (length,), (0,), self.max_context)
         softmax_scale = self.shape.softmax_scale
-        positions = torch.arange(length, device=self.device).repeat(batch)
-        angles = self._angles(positions, length, torch.full_like(positions, length))
+        positions = torch.arange(length, device=self._placement.embedding).repeat(batch)
+        turns = self._everywhere(
+            self._angles(positions, length, torch.full_like(positions, length))
+        )
 
         def attend(number: int, qkv: Tensor) -> Tensor:
-            layer = self._layers[number]
-            heads = self._rotated_heads(layer, qkv, angles)
+            layer, device = self._layers[number], self._placement.layers[number]
+            heads = self._rotated_heads(layer, qkv, turns[device])
             rows = zip(*(x.float().view(batch, length, *x.shape[1:]) for x in heads), strict=True)
             options = (softmax_scale, layer.window, self.shape.scores_cap)
             parts = [causal_attention(q, k, v, *options) for q, k, v in rows]
             return torch.cat(parts).to(self.dtype)
 
-        hidden = self._run(self._embed(input_ids.reshape(-1).to(self.device)), attend)
+        hidden = self._run(self._embed(input_ids.reshape(-1)), attend)
         return self.head(hidden).view(batch, length, self.vocab_size)
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         """Return what enters the first layer. Shapes: int64 [tokens] -> [tokens, hidden_size]."""
-        hidden = F.embedding(input_ids, self._embedding)
+        hidden = F.embedding(input_ids.to(self._placement.embedding), self._embedding)
         return hidden if self._multiplier == 1.0 else hidden * self._multiplier
 
     def _step_angles(self, step: CacheStep) -> list[tuple[Tensor, Tensor]]:
@@ -208,6 +219,15 @@ class Decoder:
         limit = self.shape.long_from
         return angles if limit is None else [by_length(angles, totals > limit)]
 
+    def _everywhere(
+        self, angles: Sequence[tuple[Tensor, Tensor]]
+    ) -> dict[torch.device, list[tuple[Tensor, Tensor]]]:
+        """Return the angles on every device that holds a part of the model."""
+        return {
+            device: [(cos.to(device), sin.to(device)) for cos, sin in angles]
+            for device in self._placement.devices
+        }
+
     def _own(self, cache: SequenceCache) -> PagedCache:
         if not isinstance(cache, PagedCache) or cache.layout is not self._layout:
             raise GenerationError("the cache belongs to another model; call new_cache of this one")
@@ -220,7 +240,15 @@ class Decoder:
             return None
         fits = self.shape.residual_multiplier == 1.0 and self.shape.scores_cap is None
         fits = fits and all(layer.add_to(step) for layer in self._layers)
+        fits = fits and all(device.type == "cpu" for device in self._placement.devices)
         return (step, final_norm) if fits else None
+
+    def _records(self) -> bool:
+        """Return whether steps can be recorded: on one GPU, with our kernels, for 16 bits."""
+        one = len(self._placement.devices) == 1 and self.device.type == "cuda"
+        # How many tokens an expert gets is only known to the host: nothing to record.
+        known = self.dtype != torch.float32 and self.shape.experts is None
+        return one and known and load_cuda_kernels()
 
     def _run_fused(
         self, fused: FusedLayers, input_ids: Tensor, cache: PagedCache, step: CacheStep
@@ -252,6 +280,7 @@ class Decoder:
         heads = shape.num_heads + 2 * shape.num_kv_heads
         delta: Tensor | None = None
         for number, layer in enumerate(self._layers):
+            hidden, delta = _moved(hidden, delta, self._placement.layers[number])
             if layer.input_norm is None:
                 hidden = hidden if delta is None else hidden + delta
                 qkv = layer.qkv(hidden)
@@ -264,7 +293,9 @@ class Decoder:
             delta = self._added(delta, layer.attention_norm)
             hidden, delta = layer.mlp.after_add_norm(hidden, delta, layer.post_norm)
             delta = self._added(delta, layer.mlp_norm)
-        return self._norm(hidden) if delta is None else self._norm.after_add(hidden, delta)[1]
+        hidden, delta = _moved(hidden, delta, self._placement.norm)
+        normed = self._norm(hidden) if delta is None else self._norm.after_add(hidden, delta)[1]
+        return normed.to(self.device)
 
     def _added(self, delta: Tensor, norm: Norm | None) -> Tensor:
         """Return what is added to the residual stream, of what a part of a layer gave."""
@@ -300,6 +331,15 @@ class Decoder:
             turn = angles[layer.rotary]
             query, key = rotary(query, *turn), rotary(key, *turn)
         return query, key, value
+
+
+def _moved(
+    hidden: Tensor, delta: Tensor | None, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Return the residual stream, and what is yet to be added to it, on the next layer's device."""
+    if hidden.device == device:
+        return hidden, delta
+    return hidden.to(device), None if delta is None else delta.to(device)
 
 
 def check_context(

@@ -32,7 +32,7 @@ Scales = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """What one token takes in each layer."""
+    """What one token takes in each layer, and where."""
 
     num_layers: int
     num_kv_heads: int
@@ -41,6 +41,7 @@ class CacheLayout:
     device: torch.device
     scales: tuple[Scales, ...] | None = None  # one entry per layer
     fmt: Format = E4M3  # of codes, where there are scales
+    devices: tuple[torch.device, ...] | None = None  # one per layer, where not all are on `device`
 
     def __post_init__(self) -> None:
         """Raise CheckpointError unless there is one scale, or one per KV head, in each layer."""
@@ -108,8 +109,9 @@ class PagedCache:
         self.num_blocks = num_sequences * blocks_each
         # Popped from the end, so that a sequence alone gets ascending, adjacent blocks.
         self._free = list(range(self.num_blocks - 1, -1, -1))
-        self._keys = [self._new_blocks(self.num_blocks) for _ in range(layout.num_layers)]
-        self._values = [self._new_blocks(self.num_blocks) for _ in range(layout.num_layers)]
+        layers = range(layout.num_layers)
+        self._keys = [self._new_blocks(layer, self.num_blocks) for layer in layers]
+        self._values = [self._new_blocks(layer, self.num_blocks) for layer in layers]
         self._flat = self._flatten()
         self.version = 0  # another number whenever tensors are replaced
 
@@ -268,12 +270,12 @@ class PagedCache:
     def _scales(self, layer: int) -> Scales | tuple[None, None]:
         return self.layout.scales[layer] if self.layout.scales else (None, None)
 
-    def _new_blocks(self, count: int) -> Tensor:
+    def _new_blocks(self, layer: int, count: int) -> Tensor:
         layout = self.layout
         return torch.empty(
             (count, BLOCK_SIZE, layout.num_kv_heads, layout.head_dim),
             dtype=layout.fmt.dtype if layout.scales else layout.dtype,
-            device=layout.device,
+            device=layout.devices[layer] if layout.devices else layout.device,
         )
 
     def _reserve(self, sequence: int, num_blocks: int) -> None:
@@ -295,7 +297,7 @@ class PagedCache:
         added = max(missing, self.num_blocks)
         for stored in (self._keys, self._values):
             for layer, blocks in enumerate(stored):
-                grown = self._new_blocks(self.num_blocks + added)
+                grown = self._new_blocks(layer, self.num_blocks + added)
                 grown[: self.num_blocks] = blocks
                 stored[layer] = grown
         self._flat = self._flatten()

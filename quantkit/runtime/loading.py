@@ -19,6 +19,7 @@ from quantkit.numerics import E4M3
 from quantkit.ops import CUDA_FEW_ROWS
 from quantkit.runtime.decoder import Decoder
 from quantkit.runtime.engine import Engine
+from quantkit.runtime.placement import DeviceMap, Placement, mapped_devices, place
 from quantkit.runtime.rope import rotary_frequencies
 from quantkit.runtime.rotation import Rotation
 from quantkit.runtime.shapes import model_shape, parse_config
@@ -42,6 +43,7 @@ def load_engine(
     kv: str = "auto",
     activations: str = "auto",
     threads: int | None = None,
+    device_map: str | DeviceMap | None = None,
 ) -> Engine:
     """Load a quantized checkpoint for inference.
 
@@ -57,25 +59,28 @@ def load_engine(
             "full" leaves them alone, which is at least as accurate. "auto" leaves them alone on a
             CPU; a GPU then rounds where it is faster, with more than `ops.CUDA_FEW_ROWS` tokens.
         threads: CPU threads of torch, for the whole process; None leaves them.
+        device_map: what goes to which GPU, in place of `device`; see `quantkit.load_fp8`.
 
     Raises CheckpointError, with the file or tensor, if the checkpoint is damaged or incomplete, and
     UnsupportedError for an option or a model that quantkit cannot serve.
     """
     _check_option("kv", kv, ("auto", "fp8", "none"))
     _check_option("activations", activations, ("auto", "full", "quantized"))
-    target = resolve_device(device)
+    targets = _targets(device, device_map)
     if threads is not None:
         _set_threads(threads)
     checkpoint = open_checkpoint(path, kv=kv != "none")
     if kv == "fp8" and checkpoint.scheme.kv is None:
         raise CheckpointError(f"{path} has no KV scales; load with kv='none', or calibrate again")
-    _report_kernels(target.type)
+    for kind in {target.type for target in targets}:
+        _report_kernels(kind)
     values = _resolve_dtype(checkpoint, dtype)
-    in_8_bits = _multiplies_8_bits(target, values)
+    in_8_bits = all(_multiplies_8_bits(target, values) for target in targets)
     inputs = _input_spec(checkpoint, activations, in_8_bits)
     few_rows = (CUDA_FEW_ROWS if activations == "auto" else 0) if in_8_bits else None
-    reader = WeightReader(checkpoint, target, values, inputs, few_rows)
-    return _build(reader, quantize_kv=kv != "none" and checkpoint.scheme.kv is not None)
+    reader = WeightReader(checkpoint, targets[0], values, inputs, few_rows)
+    quantize_kv = kv != "none" and checkpoint.scheme.kv is not None
+    return _build(reader, quantize_kv, device_map)
 
 
 def resolve_device(device: str) -> torch.device:
@@ -87,12 +92,27 @@ def resolve_device(device: str) -> torch.device:
     if kind == "cuda" and not torch.cuda.is_available():
         raise UnsupportedError("device 'cuda' was asked for, and torch sees no GPU; use 'cpu'")
     try:
-        return torch.device(device)
+        found = torch.device(device)
     except RuntimeError:
         raise UnsupportedError(f"device {device!r} is not known; use cpu, cuda or cuda:N") from None
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        raise UnsupportedError(f"device {device!r} is the number of no GPU: 0 to {count - 1}")
+    return found
 
 
-def _build(reader: WeightReader, quantize_kv: bool) -> Engine:
+def _targets(device: str, device_map: str | DeviceMap | None) -> list[torch.device]:
+    """Return every device that may hold weights, without doubles."""
+    if device_map is None:
+        return [resolve_device(device)]
+    if device != "auto":
+        raise UnsupportedError(
+            f"device {device!r} and device_map exclude each other; leave one of them out"
+        )
+    return [resolve_device(str(mapped)) for mapped in mapped_devices(device_map)]
+
+
+def _build(reader: WeightReader, quantize_kv: bool, device_map: str | DeviceMap | None) -> Engine:
     config = parse_config(reader.checkpoint.config)
     try:
         shape = model_shape(config)
@@ -100,14 +120,22 @@ def _build(reader: WeightReader, quantize_kv: bool) -> Engine:
         from quantkit.runtime.transformers_engine import TransformersEngine
 
         logger.warning("running the model through transformers, more slowly: %s", reason)
-        return TransformersEngine(reader, config, quantize_kv)
-    scales = reader.kv_scales(range(shape.num_layers)) if quantize_kv else None
+        return TransformersEngine(reader, config, quantize_kv, device_map)
+    placement = Placement.on(reader.device, shape.num_layers)
+    if device_map is not None:
+        placement = place(device_map, reader.stored_bytes(), shape.num_layers)
+    scales = None
+    if quantize_kv:
+        scales = [
+            reader.on(device).kv_scales([number])[0]
+            for number, device in enumerate(placement.layers)
+        ]
     kv = reader.checkpoint.scheme.kv
     rotations = [
-        Rotation(frequencies.to(reader.device), factor)
-        for frequencies, factor in rotary_frequencies(config)
+        Rotation(frequencies, factor) for frequencies, factor in rotary_frequencies(config)
     ]
-    return Decoder(reader, shape, rotations, scales, E4M3 if kv is None else kv.fmt)
+    fmt = E4M3 if kv is None else kv.fmt
+    return Decoder(reader, shape, rotations, scales, fmt, placement)
 
 
 @lru_cache(maxsize=2)

@@ -20,6 +20,10 @@ class Rotation:
         self._factor = factor
         self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}
 
+    def to(self, device: torch.device) -> Rotation:
+        """Return the same rotation for positions on another device."""
+        return Rotation(self._frequencies.to(device), self._factor)
+
     def at(self, positions: Tensor, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each [num_tokens, rotary_dim], of positions below `end`."""
         if positions.is_cuda:  # a recorded graph must not read a table that may be replaced

@@ -26,6 +26,8 @@ from quantkit.runtime.decoder import check_context
 from quantkit.runtime.engine import SequenceCache
 from quantkit.runtime.kv_cache import Scales
 from quantkit.runtime.layers import Linear
+from quantkit.runtime.module_places import ModulePlaces
+from quantkit.runtime.placement import DeviceMap
 from quantkit.runtime.weights import WeightReader
 
 UNLIMITED = 2**31 - 1
@@ -137,7 +139,13 @@ class SequentialCache:
 class TransformersEngine:
     """A transformers model with quantized linears; implements Engine."""
 
-    def __init__(self, reader: WeightReader, config: Any, quantize_kv: bool) -> None:
+    def __init__(
+        self,
+        reader: WeightReader,
+        config: Any,
+        quantize_kv: bool,
+        device_map: str | DeviceMap | None = None,
+    ) -> None:
         text_config = config.get_text_config(decoder=True)
         self.vocab_size = int(text_config.vocab_size)
         self.max_context = int(getattr(text_config, "max_position_embeddings", None) or UNLIMITED)
@@ -150,7 +158,7 @@ class TransformersEngine:
         if quantize_kv:
             layers = cached_layers(reader.checkpoint.config)
             self._scales = dict(zip(layers, reader.kv_scales(layers), strict=True))
-        self._model = load_model(reader, config)
+        self._model = load_model(reader, config, device_map)
         parameters = inspect.signature(self._model.forward).parameters
         self._keeps_last = "logits_to_keep" in parameters
         # Renamed in the course of transformers 5.
@@ -190,21 +198,23 @@ class TransformersEngine:
         return torch.cat([self._model(row, use_cache=False).logits for row in rows]).float()
 
 
-def load_model(reader: WeightReader, config: Any) -> Any:
+def load_model(reader: WeightReader, config: Any, device_map: str | DeviceMap | None = None) -> Any:
     """Return the transformers model of a checkpoint, its quantized linears swapped for ours.
 
-    Raises UnsupportedError if a quantized module is no nn.Linear there, and CheckpointError, with
-    its name, if a tensor is missing.
+    `device_map` spreads it over GPUs, with accelerate; see `quantkit.load_fp8`. Raises
+    UnsupportedError if a quantized module is no nn.Linear there, and CheckpointError, with its
+    name, if a tensor is missing.
     """
     model = _empty_model(config, reader.dtype)
     _split_experts(model, reader.checkpoint.names)
     names = names_in_model(model, reader.checkpoint.names)
+    placed = ModulePlaces.of(model, device_map, reader, names)
     for module in reader.checkpoint.quantized:
-        _swap(model, names.get(f"{module}.weight"), module, reader)
+        _swap(model, names.get(f"{module}.weight"), module, reader, placed)
     # A swapped linear has no tensors of its own left, so what remains is what was not quantized.
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     plain = {
-        inner: reader.tensor(outer, shapes[inner])
+        inner: reader.on(placed.device_of(inner)).tensor(outer, shapes[inner])
         for outer, inner in names.items()
         if inner in shapes
     }
@@ -217,7 +227,7 @@ def load_model(reader: WeightReader, config: Any) -> Any:
             f"first being {missing[0]}"
         )
     _report_unused(model, reader.unused())
-    return model.to(reader.device).eval()
+    return placed.dispatch(model).eval()
 
 
 def _report_unused(model: Any, names: Sequence[str]) -> None:
@@ -251,7 +261,13 @@ def _split_experts(model: Any, names: Sequence[str]) -> None:
     split_experts(model, fused)
 
 
-def _swap(model: Any, weight_name: str | None, module: str, reader: WeightReader) -> None:
+def _swap(
+    model: Any,
+    weight_name: str | None,
+    module: str,
+    reader: WeightReader,
+    placed: ModulePlaces,
+) -> None:
     target = (weight_name or module).removesuffix(".weight")
     old = model.get_submodule(target) if weight_name else None
     if type(old) is not nn.Linear:
@@ -261,7 +277,8 @@ def _swap(model: Any, weight_name: str | None, module: str, reader: WeightReader
             "only nn.Linear modules can be served"
         )
     size = (old.out_features, old.in_features)
-    linear = reader.linear([module], [size[0]], size[1], bias=old.bias is not None)
+    source = reader.on(placed.device_of(target))
+    linear = source.linear([module], [size[0]], size[1], bias=old.bias is not None)
     model.set_submodule(target, SwappedLinear(linear, size[1], size[0]))
 
 
@@ -271,5 +288,5 @@ def _rounded(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
         raise CheckpointError(
             f"a KV scale has {scale.numel()} elements, expected 1 or {x.shape[1]} (KV heads)"
         )
-    per_head = scale.view(-1, 1, 1)
+    per_head = scale.to(x.device).view(-1, 1, 1)
     return (decode(encode(x.float() / per_head, fmt), fmt) * per_head).to(x.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import Protocol
 
 import torch
@@ -35,6 +36,10 @@ class WeightSource(Protocol):
 
     device: torch.device
     dtype: torch.dtype
+
+    def on(self, device: torch.device) -> WeightSource:
+        """Return the same source, for weights on another device."""
+        ...
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return an unquantized tensor in the activation dtype."""
@@ -78,6 +83,16 @@ class WeightReader:
         self._few_rows = few_rows
         self._quantized = frozenset(checkpoint.quantized)
         self._used: set[str] = set()
+
+    def on(self, device: torch.device) -> WeightReader:
+        """Return the same reader, for weights on another device; both count what was read."""
+        other = copy(self)
+        other.device = device
+        return other
+
+    def stored_bytes(self) -> dict[str, int]:
+        """Return how many bytes every tensor takes in the checkpoint, by name."""
+        return {name: self.checkpoint.tensor(name).nbytes for name in self.checkpoint.names}
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor in the activation dtype; memory-mapped if it is stored in that.
