@@ -73,8 +73,6 @@ def fp8_linear(
     arguments = (x, weight, weight_scale, bias, group_size)
     if not decodes_inside(x, weight, group_size):
         return _dense_linear(*arguments, outliers).to(wanted)
-    if x.is_cuda and outliers is not None:
-        return _with_outliers_apart(*arguments, outliers).to(wanted)
     inside = None if x.is_cuda else dtype
     y: Tensor = torch.ops.quantkit.fp8_linear(*arguments, inside, *(outliers or _NO_OUTLIERS))
     return y.to(wanted)
@@ -99,8 +97,6 @@ def fp8_gated_linear(
     arguments = (x, weight, weight_scale, bias, group_size)
     if not decodes_inside(x, weight, group_size):
         return gate_mul(_dense_linear(*arguments, outliers), activation)
-    if x.is_cuda and outliers is not None:
-        return gate(_with_outliers_apart(*arguments, outliers), activation).to(x.dtype)
     pair = outliers or _NO_OUTLIERS
     y: Tensor = torch.ops.quantkit.fp8_gated_linear(*arguments, activation, *pair)
     return y
@@ -147,19 +143,6 @@ def _dense_linear(
     if outliers is not None:
         dense = outliers.add_to_weight(dense)
     return F.linear(x, dense, None if bias is None else bias.to(x.dtype))
-
-
-def _with_outliers_apart(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    group_size: int,
-    outliers: Outliers,
-) -> Tensor:
-    """Add outliers to the product of a kernel that takes none; float32 [M, N]."""
-    y: Tensor = torch.ops.quantkit.fp8_linear(x, weight, weight_scale, bias, group_size)
-    return outliers.add_to(y, x)
 
 
 def gate_mul(both: Tensor, activation: str) -> Tensor:

@@ -15,14 +15,10 @@ FloatType half_type(const char* op, const Tensor& x) {
   return float_type(op, "x", type);
 }
 
-// These kernels know no outlier columns yet; quantkit/ops.py adds them on a GPU.
-void refuse_outliers(const char* op, const std::optional<Tensor>& columns) {
-  if (columns.has_value()) fail(op, "outlier_columns", "not given on a GPU", "some");
-}
-
 Tensor run(const char* op, const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
-           const std::optional<Tensor>& bias, int64_t group_size, bool gated,
-           Activation activation) {
+           const std::optional<Tensor>& bias, int64_t group_size,
+           const std::optional<Tensor>& outlier_columns,
+           const std::optional<Tensor>& outlier_weight, bool gated, Activation activation) {
   const WeightMatrix matrix = weight_matrix(op, weight, weight_scale, group_size);
   const FloatType x_type = half_type(op, x);
   check_shape(op, "x", x, "[M, K]", {-1, matrix.columns});
@@ -38,6 +34,7 @@ Tensor run(const char* op, const Tensor& x, const Tensor& weight, const Tensor& 
                   .features = gated ? matrix.rows / 2 : matrix.rows,
                   .groups = matrix.groups,
                   .group_size = matrix.group_size,
+                  .outliers = outlier_matrix(op, outlier_columns, outlier_weight, matrix.rows),
                   .activation = activation};
   if (bias.has_value()) {
     call.bias_type = float_type(op, "bias", bias->scalar_type());
@@ -45,8 +42,12 @@ Tensor run(const char* op, const Tensor& x, const Tensor& weight, const Tensor& 
     check_layout(op, "bias", *bias);
     call.bias = bias->const_data_ptr();
   }
-  const Launch launch =
-      launch_on(op, x, {{"weight", weight}, {"weight_scale", weight_scale}, {"bias", bias}});
+  const Launch launch = launch_on(op, x,
+                                  {{"weight", weight},
+                                   {"weight_scale", weight_scale},
+                                   {"bias", bias},
+                                   {"outlier_columns", outlier_columns},
+                                   {"outlier_weight", outlier_weight}});
   Tensor out = torch::stable::new_empty(x, {call.tokens, call.features});
   call.out = out.mutable_data_ptr();
   const bool overlap = launch.properties().architecture >= 90;
@@ -62,11 +63,11 @@ Tensor run(const char* op, const Tensor& x, const Tensor& weight, const Tensor& 
 Tensor fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,
                   int64_t group_size, std::optional<ScalarType> dtype,
                   std::optional<Tensor> outlier_columns, std::optional<Tensor> outlier_weight) {
-  refuse_outliers("fp8_linear", outlier_columns);
   if (dtype.has_value()) {
     fail("fp8_linear", "dtype", "not given on a GPU", "one");
   }
-  return run("fp8_linear", x, weight, weight_scale, bias, group_size, false, Activation::kRelu);
+  return run("fp8_linear", x, weight, weight_scale, bias, group_size, outlier_columns,
+             outlier_weight, false, Activation::kRelu);
 }
 
 Tensor fp8_gated_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,
@@ -74,8 +75,8 @@ Tensor fp8_gated_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optio
                         std::optional<Tensor> outlier_columns,
                         std::optional<Tensor> outlier_weight) {
   const char* op = "fp8_gated_linear";
-  refuse_outliers(op, outlier_columns);
-  return run(op, x, weight, weight_scale, bias, group_size, true, activation_named(op, activation));
+  return run(op, x, weight, weight_scale, bias, group_size, outlier_columns, outlier_weight, true,
+             activation_named(op, activation));
 }
 
 }  // namespace quantkit::cuda

@@ -98,7 +98,7 @@ QK_DEVICE float finish_feature(const LinearCall& call, const float (&sums)[kPart
     const int64_t row = feature + part * call.features;
     values[part] = scaled ? sums[part] : sums[part] * call.scale[row];
     if (call.bias != nullptr) values[part] += load_float(call.bias, call.bias_type, row);
-    if (call.outliers > 0) values[part] += apart[part];
+    if (call.outliers.count > 0) values[part] += apart[part];
   }
   if constexpr (kGated) return activate(call.activation, values[0]) * values[1];
   return values[0];
@@ -280,7 +280,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
   for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
     const int64_t tile_feature = first_feature + row_tile * kTileRows;
     if (row_tile > 0) __syncthreads();
-    if (call.outliers > 0) {
+    if (call.outliers.count > 0) {
       share_outliers<T, Shape, kParts>(call, first_token, tile_feature, shared[warp]);
       __syncthreads();
 #pragma unroll 1
@@ -355,11 +355,11 @@ __global__ void __launch_bounds__(128) weight_linear_any(const LinearCall call) 
       }
       sums[part] = warp_sum(sum);
       float beside = 0.0f;
-      for (int64_t j = lane; j < call.outliers; j += kWarp) {
+      for (int64_t j = lane; j < call.outliers.count; j += kWarp) {
         const float weight = outlier_weight(call, j, row, kParts * call.features);
-        beside = fmaf(weight, widen(x[call.outlier_columns[j]]), beside);
+        beside = fmaf(weight, widen(x[call.outliers.columns[j]]), beside);
       }
-      apart[part] = call.outliers > 0 ? warp_sum(beside) : 0.0f;
+      apart[part] = call.outliers.count > 0 ? warp_sum(beside) : 0.0f;
     }
     const float value = finish_feature<kGated>(call, sums, apart, true, feature);
     if (lane == 0) static_cast<T*>(call.out)[token * call.features + feature] = narrow<T>(value);

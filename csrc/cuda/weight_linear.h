@@ -20,9 +20,7 @@ struct LinearCall {
   int64_t features;
   int64_t groups;
   int64_t group_size;  // columns
-  const int32_t* outlier_columns;  // [outliers] of x, which count with a weight of their own too
-  const void* outlier_weight;      // [outliers, rows of codes], bfloat16
-  int64_t outliers;
+  OutlierMatrix outliers;  // of the rows of codes
   FloatType bias_type;
   Activation activation;  // of gated calls
 };

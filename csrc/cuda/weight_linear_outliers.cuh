@@ -10,20 +10,19 @@
 namespace quantkit::cuda {
 
 QK_DEVICE float outlier_weight(const LinearCall& call, int64_t outlier, int64_t row, int64_t rows) {
-  return widen(static_cast<const BFloat16*>(call.outlier_weight)[outlier * rows + row]);
+  return widen(BFloat16{call.outliers.weight[outlier * rows + row]});
 }
 
 // Sends for the weights that a block needs at its end: a sector holds those of a tile's features.
 template <class Shape, int kParts>
 QK_DEVICE void prefetch_outliers(const LinearCall& call, int64_t first_feature) {
   constexpr int kTiles = Shape::kRowTiles * kParts;
-  const auto* weight = static_cast<const BFloat16*>(call.outlier_weight);
-  for (int64_t i = threadIdx.x; i < call.outliers * kTiles; i += Shape::kThreads) {
+  for (int64_t i = threadIdx.x; i < call.outliers.count * kTiles; i += Shape::kThreads) {
     const int tile = static_cast<int>(i % kTiles);
     const int64_t feature = first_feature + tile / kParts * 16;
     if (feature >= call.features) continue;
     const int64_t row = tile % kParts * call.features + feature;
-    prefetch(weight + i / kTiles * kParts * call.features + row);
+    prefetch(call.outliers.weight + i / kTiles * kParts * call.features + row);
   }
 }
 
@@ -33,14 +32,14 @@ template <class T, class Shape, int kParts>
 QK_DEVICE void multiply_outliers(const LinearCall& call, const T* x, int count, int64_t feature,
                                  float (&sums)[kParts][8]) {
 #pragma unroll 1
-  for (int64_t j = threadIdx.x / 16; j < call.outliers; j += Shape::kThreads / 16) {
+  for (int64_t j = threadIdx.x / 16; j < call.outliers.count; j += Shape::kThreads / 16) {
     float weights[kParts];
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       weights[part] =
           outlier_weight(call, j, part * call.features + feature, kParts * call.features);
     }
-    const T* column = x + call.outlier_columns[j];
+    const T* column = x + call.outliers.columns[j];
 #pragma unroll
     for (int token = 0; token < 8; ++token) {
       if (token >= count) break;

@@ -62,13 +62,12 @@ template <class Kernels, class Format, class T>
 void run(const T* x, int64_t shift, const uint8_t* codes, const float* scale, const void* bias,
          int64_t bias_type, T* out, int64_t tokens, int64_t columns, int64_t features,
          int64_t groups, int64_t group_size, int64_t activation, const int32_t* outlier_columns,
-         const void* outlier_weight, int64_t outliers) {
+         const uint16_t* outlier_weight, int64_t outliers) {
   const bool gated = activation >= 0;
   const LinearCall call{.x = x + shift, .codes = codes, .scale = scale, .bias = bias, .out = out,
                         .tokens = tokens, .columns = columns, .features = features,
                         .groups = groups, .group_size = group_size,
-                        .outlier_columns = outlier_columns, .outlier_weight = outlier_weight,
-                        .outliers = outliers,
+                        .outliers = {outlier_columns, outlier_weight, outliers},
                         .bias_type = static_cast<FloatType>(bias_type),
                         .activation = static_cast<Activation>(gated ? activation : 0)};
   Kernels::template run<Format, T>(
@@ -82,7 +81,7 @@ void run(const T* x, int64_t shift, const uint8_t* codes, const float* scale, co
                        const void* bias, int64_t bias_type, T* out, int64_t tokens,            \
                        int64_t columns, int64_t features, int64_t groups, int64_t group_size,  \
                        int64_t activation, const int32_t* outlier_columns,                     \
-                       const void* outlier_weight, int64_t outliers) {                         \
+                       const uint16_t* outlier_weight, int64_t outliers) {                         \
     run<Kernels, Format>(x, shift, codes, scale, bias, bias_type, out, tokens, columns,        \
                          features, groups, group_size, activation, outlier_columns,            \
                          outlier_weight, outliers);                                            \

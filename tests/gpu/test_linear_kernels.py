@@ -85,6 +85,34 @@ def test_gated(inner: int, columns: int, count: int, activation: str) -> None:
     assert_sums(actual, exact, first * second + first * up.abs() + second)
 
 
+@pytest.mark.parametrize("outliers", [1, 7, 40, 143])
+@pytest.mark.parametrize("count", [1, 4, 9, 32])
+@pytest.mark.parametrize(("inner", "columns"), [(4096, 4096), (6144, 4096), (288, 576), (20, 50)])
+@HALVES
+def test_outlier_columns(
+    dtype: torch.dtype, inner: int, columns: int, count: int, outliers: int
+) -> None:
+    """Weights in bfloat16 beside the codes, at narrow, wide and odd layers, also gated."""
+    codes, scale = random_weight(2 * inner, columns, "e4m3", columns)
+    scale, x = scale / columns**0.5, torch.randn(count, columns, device=DEVICE).to(dtype)
+    numbers = torch.randperm(columns, device=DEVICE)[:outliers].sort().values.int()
+    beside = torch.randn(len(numbers), 2 * inner, device=DEVICE).bfloat16()
+    x[:, numbers.long()] *= 30
+    chosen = x[:, numbers.long()].double()
+    exact = oracles.linear(x, codes, scale, "e4m3", None) + chosen @ beside.double()
+    values = oracles.code_values(codes, "e4m3").abs() * scale.double()
+    magnitude = x.double().abs() @ values.T + chosen.abs() @ beside.double().abs()
+    arguments = (x, codes, scale, None, columns)
+    both = torch.ops.quantkit.fp8_linear(*arguments, None, numbers, beside)
+    assert_sums(both, exact, magnitude)
+    assert torch.equal(both, torch.ops.quantkit.fp8_linear(*arguments, None, numbers, beside))
+    (gate, up), (first, second) = exact.chunk(2, dim=1), magnitude.chunk(2, dim=1)
+    gated = torch.ops.quantkit.fp8_gated_linear(*arguments, "silu", numbers, beside)
+    if dtype == torch.bfloat16:  # their product is beyond float16
+        exact = oracles.activate(gate, "silu") * up
+        assert_sums(gated, exact, first * second + first * up.abs() + second)
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize("group", [128, 333])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
