@@ -90,6 +90,7 @@ def decoder_step(
     eps: float,
     softmax_scale: float,
     activation: str,
+    softcap: float | None = None,
 ) -> Tensor:
     """Run all layers and the final norm: embeddings to what the output head reads.
 
@@ -99,8 +100,8 @@ def decoder_step(
     Shapes: hidden [num_tokens, hidden_size]; caches, four for each layer: keys and values, float32
     scales or empty tensors, see `quantkit.attention_ops`, as for all that points into them; angles
     cos and sin [sets * num_tokens, rotary_dim], all tokens of a set together; activation a key of
-    `quantkit.ops.ACTIVATIONS` -> like hidden. All in hidden's dtype but codes, scales, and the
-    weights of norms, which may be float32 (see `rms_norm`).
+    `quantkit.ops.ACTIVATIONS`; softcap as for `paged_attention` -> like hidden. All in hidden's
+    dtype but codes, scales, and the weights of norms, which may be float32 (see `rms_norm`).
     """
     out: Tensor = torch.ops.quantkit.decoder_step(
         hidden,
@@ -118,6 +119,7 @@ def decoder_step(
         eps,
         softmax_scale,
         activation,
+        softcap,
     )
     return out
 
@@ -127,7 +129,7 @@ torch.library.define(
     "(Tensor hidden, Tensor[] weights, Tensor(a!)[] caches, int[] numbers, Tensor final_norm,"
     " Tensor cos, Tensor sin, Tensor slots, Tensor block_tables, Tensor lengths,"
     " Tensor query_starts, int heads, int kv_heads, float eps, float softmax_scale,"
-    " str activation) -> Tensor",
+    " str activation, float? softcap) -> Tensor",
 )
 
 
@@ -174,6 +176,7 @@ def decoder_step_reference(
     eps: float,
     softmax_scale: float,
     activation: str,
+    softcap: float | None = None,
 ) -> Tensor:
     """Run one op after another; the op's arguments, see `decoder_step`."""
     head_dim = caches[0].shape[-1]
@@ -196,7 +199,7 @@ def decoder_step_reference(
         kv_append(key, parts[2], keys, values, k_scale, v_scale, slots)
         attended = paged_attention(
             query, keys, values, k_scale, v_scale, block_tables, lengths, query_starts,
-            softmax_scale, window or None,
+            softmax_scale, window or None, softcap,
         )  # fmt: skip
         hidden = hidden + _normed(_apply(w[8:13], groups[1], attended.flatten(1)), w[24], eps)
         inner = _apply_gated(w[14:19], groups[2], _normed(hidden, w[13], eps), activation)

@@ -149,6 +149,18 @@ def test_a_step_is_the_same_bits_as_one_op_at_a_time(
 
 
 @ONLY_COMPILED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kv", ["fp8", "none"])
+def test_scores_may_be_capped(dtype: torch.dtype, kv: str) -> None:
+    case = make(dtype, kv)
+    fused, single = case.arguments(), case.arguments()
+    fused["softcap"] = single["softcap"] = 2.0
+    capped = decoder_step(**fused)
+    assert torch.equal(capped, plain(single))
+    assert not torch.equal(capped, decoder_step(**case.arguments()))
+
+
+@ONLY_COMPILED
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu"])
 def test_every_activation(activation: str) -> None:
     case = make(torch.float32)
@@ -163,6 +175,7 @@ def test_every_activation(activation: str) -> None:
     [
         ({"final_norm": torch.ones(3)}, r"norm must be of shape \[features\] = \[72\], got \[3\]"),
         ({"heads": 7}, "heads must be a multiple of kv_heads, got 7"),
+        ({"softcap": -1.0}, "softcap must be above 0, got -1.0"),
         ({"activation": "swish"}, "activation must be .*, got 'swish'"),
         ({"slots": torch.zeros(2, dtype=torch.int64)}, r"slots must be .* = \[9\], got \[2\]"),
         ({"slots": torch.full((9,), 96)}, "slots must be below 96, got 96"),

@@ -152,4 +152,11 @@ AttentionBatch checked_batch(const char* op, const Tensor& block_tables, const T
   return batch;
 }
 
+float checked_softcap(const char* op, std::optional<double> softcap) {
+  if (softcap.has_value() && !(*softcap > 0)) {
+    fail(op, "softcap", "above 0", std::to_string(*softcap));
+  }
+  return static_cast<float>(softcap.value_or(0));
+}
+
 }  // namespace quantkit

@@ -1,6 +1,8 @@
 // The paged KV cache of one layer as ops receive it: checked once, then raw pointers.
 #pragma once
 
+#include <optional>
+
 #include "attention.h"
 #include "checks.h"
 
@@ -33,5 +35,8 @@ const int64_t* checked_slots(const char* op, const Tensor& slots, int64_t tokens
 // Every index that the kernels will follow stays within its tensor; `rows` are those of query.
 AttentionBatch checked_batch(const char* op, const Tensor& block_tables, const Tensor& lengths,
                              const Tensor& query_starts, int64_t rows, const CacheView& cache);
+
+// As kernels take it: 0 for none.
+float checked_softcap(const char* op, std::optional<double> softcap);
 
 }  // namespace quantkit

@@ -73,6 +73,7 @@ struct Step {
   Sizes sizes;
   float eps;
   float softmax_scale;
+  float softcap;       // of attention's scores; 0 for none
   const char* cosine;  // [sets, tokens, turned]
   const char* sine;
   const int64_t* slots;
@@ -231,6 +232,7 @@ void attention(const Step& step, const Layer& layer, const Tensor& tables, const
   task.out = work.attended;
   task.softmax_scale = step.softmax_scale;
   task.window = layer.window;
+  task.softcap = step.softcap;
   run_attention(task, step.batch, cpu_kernels(), team);
 }
 
@@ -288,7 +290,7 @@ Tensor decoder_step(Tensor hidden, std::vector<Tensor> weights, std::vector<Tens
                     std::vector<int64_t> numbers, Tensor final_norm, Tensor cos, Tensor sin,
                     Tensor slots, Tensor block_tables, Tensor lengths, Tensor query_starts,
                     int64_t heads, int64_t kv_heads, double eps, double softmax_scale,
-                    std::string activation) {
+                    std::string activation, std::optional<double> softcap) {
   const size_t count = weights.size() / kLayerTensors;
   if (count == 0 || weights.size() != count * kLayerTensors ||
       caches.size() != count * kCacheTensors || numbers.size() != count * kLayerNumbers) {
@@ -315,6 +317,7 @@ Tensor decoder_step(Tensor hidden, std::vector<Tensor> weights, std::vector<Tens
   const Step step{sizes,
                   static_cast<float>(eps),
                   static_cast<float>(softmax_scale),
+                  checked_softcap(kOp, softcap),
                   static_cast<const char*>(cos.const_data_ptr()),
                   static_cast<const char*>(sin.const_data_ptr()),
                   checked_slots(kOp, slots, sizes.tokens, cache),

@@ -72,7 +72,7 @@ torch::stable::Tensor decoder_step(
     torch::stable::Tensor final_norm, torch::stable::Tensor cos, torch::stable::Tensor sin,
     torch::stable::Tensor slots, torch::stable::Tensor block_tables, torch::stable::Tensor lengths,
     torch::stable::Tensor query_starts, int64_t heads, int64_t kv_heads, double eps,
-    double softmax_scale, std::string activation);
+    double softmax_scale, std::string activation, std::optional<double> softcap);
 
 torch::stable::Tensor read_memory(torch::stable::Tensor x);
 

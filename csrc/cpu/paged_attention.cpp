@@ -65,9 +65,7 @@ Tensor paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, OptionalTen
   if (sliding_window.has_value() && *sliding_window < 1) {
     fail(op, "sliding_window", "at least 1", std::to_string(*sliding_window));
   }
-  if (softcap.has_value() && !(*softcap > 0)) {
-    fail(op, "softcap", "above 0", std::to_string(*softcap));
-  }
+  const float cap = checked_softcap(op, softcap);
   const AttentionBatch batch =
       checked_batch(op, block_tables, lengths, query_starts, query.size(0), cache);
   Tensor out = torch::stable::new_empty(query, query.sizes());
@@ -78,7 +76,7 @@ Tensor paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, OptionalTen
   task.query_stride = query.stride(0);
   task.out = out.mutable_data_ptr();
   task.softmax_scale = static_cast<float>(softmax_scale);
-  task.softcap = static_cast<float>(softcap.value_or(0));
+  task.softcap = cap;
   task.window = sliding_window.value_or(0);
   const KernelSet& kernels = cpu_kernels();
   Team::run(attention_threads(task, batch), kernels,

@@ -238,7 +238,7 @@ class Decoder:
         step, final_norm = StepLayers(), self._norm.for_step()
         if not EXTENSION_LOADED or self.device.type != "cpu" or final_norm is None:
             return None
-        fits = self.shape.residual_multiplier == 1.0 and self.shape.scores_cap is None
+        fits = self.shape.residual_multiplier == 1.0
         fits = fits and all(layer.add_to(step) for layer in self._layers)
         fits = fits and all(device.type == "cpu" for device in self._placement.devices)
         return (step, final_norm) if fits else None
@@ -272,6 +272,7 @@ class Decoder:
             shape.norm_eps,
             shape.softmax_scale,
             shape.activation,
+            shape.scores_cap,
         )
 
     def _run(self, hidden: Tensor, attend: Attend) -> Tensor:
