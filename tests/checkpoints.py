@@ -132,6 +132,16 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         },
     ),
     "olmo2": partial(_config, "Olmo2Config"),
+    "olmo3": partial(
+        _config,
+        "Olmo3Config",
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            "full_attention": YARN_ROPE,
+        },
+    ),
 }
 """Models that the decoder runs itself."""
 

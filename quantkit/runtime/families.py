@@ -66,6 +66,15 @@ class Family:
 
 _BIASES = ("attention_bias", "mlp_bias")
 
+_OLMO = Family(
+    biases=_BIASES,
+    qk_norm=True,
+    qk_norm_together=True,
+    input_norms=False,
+    output_norms=True,
+    float32_norms=True,
+)
+
 FAMILIES = {
     "llama": Family(biases=_BIASES),
     "mistral": Family(window_everywhere=True),
@@ -98,14 +107,8 @@ FAMILIES = {
         norm_offset=1.0,
         scales_embedding=True,
     ),
-    "olmo2": Family(
-        biases=_BIASES,
-        qk_norm=True,
-        qk_norm_together=True,
-        input_norms=False,
-        output_norms=True,
-        float32_norms=True,
-    ),
+    "olmo2": _OLMO,
+    "olmo3": _OLMO,
     "mixtral": Family(
         window_everywhere=True,
         experts=ExpertNames(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import GenerationError
+from quantkit.extension import EXTENSION_LOADED
 from quantkit.runtime.decoder import Decoder
 from quantkit.runtime.engine import Engine, SequenceCache
 from quantkit.runtime.loading import load_engine
@@ -22,7 +23,7 @@ from tests import checkpoints, tiny
 
 Make = Callable[..., Path]
 EVERY_FAMILY = pytest.mark.parametrize("family", checkpoints.FAMILIES)
-SOME = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "starcoder2", "gemma2", "gemma3", "olmo2"]
+SOME = ["llama", "mistral", "qwen2", "qwen3", "smollm3", "starcoder2", "gemma2", "gemma3", "olmo3"]
 SOME_FAMILIES = pytest.mark.parametrize("family", SOME)
 EVERY_KV = pytest.mark.parametrize("kv", ["none", "fp8", "fp8-head"])
 FLOAT32 = 1e-4  # logits are about 10; a few hundred float32 roundings
@@ -94,6 +95,15 @@ def test_greedy_tokens_equal_transformers(make: Make, family: str) -> None:
         new = engine.forward(new, [0], [len(new)], cache).argmax(dim=1)
         tokens.append(int(new))
     assert tokens == expected[0].tolist()
+
+
+@pytest.mark.skipif(not EXTENSION_LOADED, reason="only the compiled op is faster")
+@EVERY_FAMILY
+def test_which_families_decode_in_one_op(make: Make, family: str) -> None:
+    """Layer norms and MLPs without a gate are not in it, nor is a factor on what layers add."""
+    engine = load_engine(make(family))
+    assert isinstance(engine, Decoder)
+    assert (engine._fused is None) == family.startswith(("starcoder2", "granite"))
 
 
 def test_native_checkpoints_decode_like_they_prefill(make: Make) -> None:
