@@ -1,9 +1,9 @@
 """Kill a calibration run at every point where it touches the disk, and resume it.
 
-A program, because it forks: `python -m tests.calibrate.killing MODEL DATA FOLDER POINTS OPTIONS`,
-where POINTS is a step, to try every so many-th point, or a list of trials in JSON, each a list of
-points: the first kill, the one during the resumed run, and so on; below 0 counts from the end.
-Prints one JSON object.
+A program, because it forks: `python -m tests.calibrate.killing DATA FOLDER VARIANTS`, where
+VARIANTS is {name: [model, points, options]} in JSON. Points are a step, to try every so many-th,
+or a list of trials, each a list of points: the first kill, the one during the resumed run, and so
+on; below 0 counts from the end. Prints one JSON object, with a result for each name.
 """
 
 from __future__ import annotations
@@ -148,10 +148,8 @@ def check(trial: Trial, kills: list[int], old: dict[str, bytes], new: dict[str, 
     return "" if left == ["out"] else f"left {left}"
 
 
-def main(model: str, data: str, folder: str, points: str, options: str) -> None:
-    torch.set_num_threads(1)
-    given = {"model": model, "data": [data], **json.loads(options)}
-    root = Path(folder)
+def kill_all(given: dict[str, Any], root: Path, points: Any) -> dict[str, Any]:
+    """Try the points of one variant; return the counts and what is wrong."""
     # Once here, so that no child has to import and compile what it takes.
     calibrate(output=root / "warm", progress=False, **given)
     old, new = Trial(root / "old", {**given, "samples": 2}), Trial(root / "new", given)
@@ -160,8 +158,7 @@ def main(model: str, data: str, folder: str, points: str, options: str) -> None:
     shutil.copytree(old.folder, root / "again")
     status, count = Trial(root / "again", given).run(None, resume=False)
     assert status == 0
-    chosen = json.loads(points)
-    kills = chosen if isinstance(chosen, list) else [[k] for k in range(0, count, chosen)]
+    kills = points if isinstance(points, list) else [[k] for k in range(0, count, points)]
     kills = [[count + k if k < 0 else k for k in turns] for turns in kills]
     wrong: dict[str, str] = {}
     for number, turns in enumerate(kills):
@@ -173,7 +170,17 @@ def main(model: str, data: str, folder: str, points: str, options: str) -> None:
         else:
             shutil.rmtree(trial.folder)
     layers = len(new.layers("run"))
-    print(json.dumps({"points": count, "tried": len(kills), "layers": layers, "wrong": wrong}))
+    return {"points": count, "tried": len(kills), "layers": layers, "wrong": wrong}
+
+
+def main(data: str, folder: str, variants: str) -> None:
+    torch.set_num_threads(1)
+    results = {}
+    for name, (model, points, options) in json.loads(variants).items():
+        root = Path(folder) / name
+        root.mkdir(parents=True)
+        results[name] = kill_all({"model": model, "data": [data], **options}, root, points)
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from quantkit.calibrate.journal import Interrupted
 from quantkit.errors import CalibrationError, CheckpointError, DataError
 from tests import tiny
 from tests.calibrate import models
+from tests.cli.command import quantkit
 
 ROOT = Path(__file__).parents[2]
 OPTIONS: dict[str, Any] = {"samples": 4, "tiers": "none", "max_shard_bytes": 12_000}
@@ -78,60 +79,80 @@ def beside(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+KILLS: dict[str, tuple[Any, Any]] = {
+    "any point": (12, 1),
+    "again": ([[30, 5], [70, 12, 3], [-4]], [[30, 5], [50, 30], [70, 12, 3], [-7], [-4], [-2]]),
+    "all tiers": (40, 10),
+    "without data": (30, 10),
+    "shared keys": (120, 30),
+}
+"""Where to kill: in the suite, and in the long run. A step, or trials of several kills each."""
+
+KILL_OPTIONS: dict[str, dict[str, Any]] = {
+    "any point": OPTIONS,
+    "again": OPTIONS,
+    "all tiers": {"samples": 4, "budget": 1.4, "tiers": None},
+    "without data": {"samples": 4, "kv": "none", "tiers": "none"},
+    "shared keys": OPTIONS,
+}
+
+Kill = Callable[[int], dict[str, Any]]
+
+
 class TestKill:
-    """Kill -9 at many points of a run, in a process of its own; see `killing`."""
+    """Kill -9 at many points of a run, in a process of its own; see `killing`.
 
+    Each point leaves the old or the new result, and resuming runs no finished layer.
+    """
+
+    @pytest.fixture
     def kill(
-        self, model: Path, data: Path, folder: Path, points: Any, **options: Any
-    ) -> dict[str, Any]:
-        arguments = [str(model), str(data), str(folder), json.dumps(points), json.dumps(options)]
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.calibrate.killing", *arguments],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr
-        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return result
+        self,
+        three_layers: Path,
+        model_of: Callable[[str], Path],
+        calibration_file: Path,
+        tmp_path_factory: pytest.TempPathFactory,
+    ) -> Kill:
+        """Return a function that runs all variants, of the suite (0) or of the long run (1)."""
+        models = dict.fromkeys(KILLS, three_layers) | {"shared keys": model_of("gemma4-shared-kv")}
 
-    def test_at_any_point(self, three_layers: Path, calibration_file: Path, tmp_path: Path) -> None:
-        """Each point leaves the old or the new result, and resuming runs no finished layer."""
-        result = self.kill(three_layers, calibration_file, tmp_path, 5, **OPTIONS)
-        assert result["layers"] == 3
-        assert result["points"] > 60
-        assert result["tried"] >= 12
-        assert result["wrong"] == {}
+        def run(extent: int) -> dict[str, Any]:
+            variants = {
+                name: [str(models[name]), KILLS[name][extent], KILL_OPTIONS[name]] for name in KILLS
+            }
+            folder = tmp_path_factory.mktemp("kills")
+            arguments = [str(calibration_file), str(folder), json.dumps(variants)]
+            done = subprocess.run(
+                [sys.executable, "-m", "tests.calibrate.killing", *arguments],
+                capture_output=True,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            assert done.returncode == 0, done.stderr
+            result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+            return result
 
-    def test_again_while_resuming_and_at_the_very_end(
-        self, three_layers: Path, calibration_file: Path, tmp_path: Path
-    ) -> None:
-        points = [[30, 5], [50, 30], [70, 12, 3], [-7], [-4], [-2]]
-        result = self.kill(three_layers, calibration_file, tmp_path, points, **OPTIONS)
-        assert result["tried"] == len(points)
-        assert result["wrong"] == {}
+        return run
 
-    def test_with_all_tiers_and_modules_kept_by_their_sensitivity(
-        self, three_layers: Path, calibration_file: Path, tmp_path: Path
-    ) -> None:
-        result = self.kill(
-            three_layers, calibration_file, tmp_path, 25, samples=4, budget=1.4, tiers=None
-        )
-        assert result["wrong"] == {}
+    def test_at_some_points(self, kill: Kill) -> None:
+        results = kill(0)
+        assert not {name: result["wrong"] for name, result in results.items() if result["wrong"]}
+        assert results["any point"]["layers"] == 3
+        assert results["any point"]["points"] > 60
+        assert results["any point"]["tried"] >= 6
+        assert results["again"]["tried"] == 3
+        assert results["shared keys"]["layers"] == 4
+        assert min(result["tried"] for result in results.values()) >= 2
 
-    def test_without_data(self, three_layers: Path, calibration_file: Path, tmp_path: Path) -> None:
-        result = self.kill(
-            three_layers, calibration_file, tmp_path, 17, samples=4, kv="none", tiers="none"
-        )
-        assert result["wrong"] == {}
-
-    def test_layers_that_read_the_keys_of_others(
-        self, model_of: Callable[[str], Path], calibration_file: Path, tmp_path: Path
-    ) -> None:
-        result = self.kill(model_of("gemma4-shared-kv"), calibration_file, tmp_path, 60, **OPTIONS)
-        assert result["layers"] == 4
-        assert result["wrong"] == {}
+    @pytest.mark.slow
+    def test_at_every_point(self, kill: Kill, capsys: pytest.CaptureFixture[str]) -> None:
+        results = kill(1)
+        with capsys.disabled():
+            for name, result in results.items():
+                print(f"\nkilled, {name}: {result['tried']} times of {result['points']} points")
+        assert not {name: result["wrong"] for name, result in results.items() if result["wrong"]}
+        assert results["any point"]["tried"] == results["any point"]["points"]
 
 
 class TestCtrlC:
@@ -191,9 +212,9 @@ class TestCtrlC:
     def test_the_command_ends_with_130_and_one_line(
         self, three_layers: Path, tmp_path: Path
     ) -> None:
-        rows = tiny.write_jsonl(tmp_path / "rows.jsonl", [{"text": tiny.sentence(60)}] * 300)
+        rows = tiny.write_jsonl(tmp_path / "rows.jsonl", [{"text": tiny.sentence(60)}] * 150)
         words = ["calibrate", three_layers, "-o", tmp_path / "out", "--data", rows]
-        words += ["--samples", "300", "--batch-size", "1", "--tiers", "none"]
+        words += ["--samples", "150", "--batch-size", "1", "--tiers", "none"]
         command = [sys.executable, "-m", "quantkit", *map(str, words)]
         process = subprocess.Popen(
             command,
@@ -215,7 +236,7 @@ class TestCtrlC:
         last = stderr.splitlines()[-1]
         assert last.startswith("interrupted after ")
         assert last.endswith("layers; the same command with --resume continues")
-        done = subprocess.run([*command, "--resume"], capture_output=True, text=True, cwd=ROOT)
+        done = quantkit(*words, "--resume")
         assert done.returncode == 0, done.stderr
         assert "continuing after " in done.stderr
         assert "layer 1/3" not in done.stderr
