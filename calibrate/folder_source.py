@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +19,9 @@ from quantkit.calibrate.source import (
 )
 from quantkit.config_sizes import check_sizes
 from quantkit.errors import SourceError, first_line
-from quantkit.shards import INDEX_NAME, SINGLE_NAME, ShardReader, read_json
+from quantkit.shards import INDEX_NAME, SINGLE_NAME, ShardReader, read_json, read_weight_map
 from quantkit.side_files import copy_side_files
+from quantkit.tokenizer_check import usable
 
 logger = logging.getLogger("quantkit")
 
@@ -40,7 +40,7 @@ class BinReader:
 
     def __init__(self, folder: Path) -> None:
         path = folder / f"{BIN_NAME}.index.json"
-        index = (read_json(path).get("weight_map") or {}) if path.is_file() else {}
+        index = read_weight_map(path) if path.is_file() else {}
         self._tensors: dict[str, Tensor] = {}
         for file in sorted(set(index.values())) or [BIN_NAME]:
             self._tensors.update(self._load(folder / file))
@@ -68,15 +68,24 @@ class BinReader:
             # Files from before torch 1.6 are no zip archives, and cannot be mapped.
             mmap = zipfile.is_zipfile(path)
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
+        except Exception as error:  # its interpreter raises of every kind on broken programs
             raise SourceError(
-                f"{path} cannot be read as plain weights ({reason}); nothing in it was run. "
-                "Convert it to safetensors with a tool you trust"
+                f"{path} cannot be read as plain weights ({first_line(error)}); nothing in it was "
+                "run. Convert it to safetensors with a tool you trust"
             ) from None
         if not isinstance(state, dict):
             raise SourceError(f"{path} holds {type(state).__name__}, expected tensors by name")
-        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+        for name, tensor in tensors.items():
+            if not isinstance(name, str):
+                raise SourceError(f"{path} names a tensor {name!r}, expected text")
+            if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+                raise SourceError(f"{path} has tensor {name} in a form that is no plain array")
+            if tensor.nbytes > tensor.untyped_storage().nbytes():
+                raise SourceError(
+                    f"{path} has tensor {name} of {tensor.nbytes} bytes; it holds less"
+                )
+        return tensors
 
 
 class FolderSource:
@@ -145,8 +154,10 @@ class FolderSource:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(
-                self.path, trust_remote_code=self.trust_remote_code, local_files_only=True
+            return usable(
+                AutoTokenizer.from_pretrained(
+                    self.path, trust_remote_code=self.trust_remote_code, local_files_only=True
+                )
             )
         except Exception as error:  # the library of tokenizers raises plain ones
             reason = first_line(error)

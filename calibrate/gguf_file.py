@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.errors import SourceError
+from quantkit.errors import SourceError, first_line
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q"}
 _SCALARS[12] = "d"
 _STRING, _ARRAY = 8, 9
+MAX_DIMS = 4
+"""As in ggml."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +48,10 @@ class GgufFile:
         self._position = 0
         try:
             self._parse()
-        except (struct.error, UnicodeDecodeError, KeyError) as error:
-            raise SourceError(f"{path} is not a readable GGUF file: {error}") from None
+        except (struct.error, UnicodeDecodeError, KeyError, RecursionError) as error:
+            raise SourceError(f"{path} is not a readable GGUF file: {first_line(error)}") from None
+        if not isinstance(self.metadata.get("general.architecture"), str):
+            raise SourceError(f"{path} does not name its architecture; download it again")
         size = len(self._bytes)
         for name, tensor in self.tensors.items():
             if tensor.offset + tensor.nbytes > size:
@@ -102,9 +106,13 @@ class GgufFile:
         entries = []
         for _ in range(num_tensors):
             name, num_dims = self._string(), self._scalar("I")
+            if num_dims > MAX_DIMS:
+                raise SourceError(f"{self.path}: tensor {name} has {num_dims} dimensions")
             shape = tuple(self._scalar("Q") for _ in range(num_dims))[::-1]  # fastest first on disk
             entries.append((name, shape, self._scalar("I"), self._scalar("Q")))
-        alignment = int(self.metadata.get("general.alignment", 32))
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise SourceError(f"{self.path} has general.alignment {str(alignment)[:80]}")
         start = -(-self._position // alignment) * alignment
         table = {}
         for name, shape, kind, offset in entries:
@@ -112,6 +120,11 @@ class GgufFile:
                 elements, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
             except (ValueError, KeyError):
                 raise SourceError(f"{self.path}: tensor {name} has unknown type {kind}") from None
+            if shape[-1:] and shape[-1] % elements:
+                raise SourceError(
+                    f"{self.path}: tensor {name} has rows of {shape[-1]}, which are no whole "
+                    f"blocks of {elements}"
+                )
             table[name] = GgufTensor(shape, kind, start + offset, prod(shape) // elements * size)
         return table
 

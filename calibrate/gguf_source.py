@@ -12,7 +12,9 @@ from torch import Tensor
 
 from quantkit.calibrate.gguf_file import GgufFile
 from quantkit.calibrate.source import HEAD_BYTES, check_finite
-from quantkit.errors import SourceError
+from quantkit.config_sizes import check_sizes
+from quantkit.errors import QuantKitError, SourceError, first_line
+from quantkit.tokenizer_check import usable
 
 PLAIN_ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "nemotron")
 """Architectures whose config is a renaming of the metadata and whose tensors map one to one; any
@@ -69,11 +71,13 @@ class GgufSource:
         from transformers import PreTrainedTokenizerFast
 
         try:
-            return PreTrainedTokenizerFast.from_pretrained(
-                self.path.parent, gguf_file=self.path.name, local_files_only=True
+            return usable(
+                PreTrainedTokenizerFast.from_pretrained(
+                    self.path.parent, gguf_file=self.path.name, local_files_only=True
+                )
             )
-        except (ValueError, KeyError, OSError, NotImplementedError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # the library of tokenizers raises plain ones
+            reason = first_line(error)
             raise SourceError(f"{self.path} has no usable tokenizer: {reason}") from error
 
     def write_side_files(self, folder: Path) -> None:
@@ -96,8 +100,8 @@ class GgufSource:
                 dtype=dtype,
                 local_files_only=True,
             )
-        except (ValueError, KeyError, NotImplementedError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # its readers of a header raise of every kind
+            reason = first_line(error)
             raise SourceError(f"{self.path} cannot be loaded by transformers: {reason}") from error
 
     def scan(self, advance: Callable[[], None]) -> None:
@@ -123,8 +127,12 @@ class GgufSource:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
         from transformers import AutoModelForCausalLM
 
-        with init_empty_weights():
-            skeleton = AutoModelForCausalLM.from_config(self.config())
+        try:
+            with init_empty_weights():
+                skeleton = AutoModelForCausalLM.from_config(self.config())
+        except Exception as error:  # sizes that do not go together
+            reason = first_line(error)
+            raise SourceError(f"{self.path} has metadata of no usable model: {reason}") from error
         kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
         table = get_tensor_name_map(
             kinds[self._file.architecture], self.config_dict["num_hidden_layers"]
@@ -151,11 +159,26 @@ class GgufSource:
         return kind(config=self.config_dict)
 
     def _read(self, gguf_name: str) -> Tensor:
-        values = self._processor.process(weights=self._file.read(gguf_name), name=gguf_name).weights
+        try:
+            weights = self._file.read(gguf_name)
+            values = self._processor.process(weights=weights, name=gguf_name).weights
+        except (ValueError, TypeError, ZeroDivisionError, NotImplementedError) as error:
+            reason = first_line(error)
+            raise SourceError(
+                f"{self.path}: tensor {gguf_name} cannot be read: {reason}"
+            ) from error
         return torch.tensor(values).to(torch.bfloat16)
 
     def _read_config(self) -> dict[str, Any]:
-        return self._plain_config() if self._is_plain else self._transformers_config()
+        try:
+            fields = self._plain_config() if self._is_plain else self._transformers_config()
+            check_sizes(fields, self.path)
+            return self._completed(fields)
+        except QuantKitError:
+            raise
+        except Exception as error:  # checks of a config raise of every kind
+            reason = first_line(error)
+            raise SourceError(f"{self.path} has metadata of no usable config: {reason}") from error
 
     def _plain_config(self) -> dict[str, Any]:
         from transformers.integrations import GGUF_CONFIG_MAPPING
@@ -170,7 +193,7 @@ class GgufSource:
             if (value := metadata.get(f"tokenizer.ggml.{special}_token_id")) is not None:
                 config[f"{special.replace('padding', 'pad')}_token_id"] = value
         config["tie_word_embeddings"] = "output.weight" not in self._file.tensors
-        return self._completed(config)
+        return config
 
     def _transformers_config(self) -> dict[str, Any]:
         from transformers import AutoConfig
@@ -179,10 +202,11 @@ class GgufSource:
             config = AutoConfig.from_pretrained(
                 self.path.parent, gguf_file=self.path.name, local_files_only=True
             )
-        except (ValueError, KeyError, OSError, NotImplementedError) as error:
-            reason = str(error).strip().splitlines()[0]
+        except Exception as error:  # its readers of a header raise of every kind
+            reason = first_line(error)
             raise SourceError(f"{self.path} cannot be read by transformers: {reason}") from error
-        return self._completed({**config.to_dict()})
+        fields: dict[str, Any] = config.to_dict()
+        return fields
 
     @staticmethod
     def _completed(fields: dict[str, Any]) -> dict[str, Any]:

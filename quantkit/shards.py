@@ -45,6 +45,17 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Return {tensor: file} of an index; raises CheckpointError for files outside its folder."""
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map; download the index again")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or file in ("", "..") or Path(file).name != file:
+            raise CheckpointError(f"{path} maps tensor {name} to {file!r}, outside the folder")
+    return weight_map
+
+
 class ShardReader:
     """Read-only view of all tensors in a folder; tensors are memory-mapped, not loaded.
 
@@ -66,13 +77,7 @@ class ShardReader:
         path = self.folder / INDEX_NAME
         if not path.is_file():
             return {}
-        weight_map = read_json(path).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{path} has no weight_map; download the index again")
-        for name, file in weight_map.items():
-            if not isinstance(file, str) or Path(file).name != file:
-                raise CheckpointError(f"{path} maps tensor {name} to {file!r}, outside the folder")
-        return weight_map
+        return read_weight_map(path)
 
     def _open(self, file: str) -> None:
         path = self.folder / file

@@ -14,15 +14,15 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SHARED = (
     "errors", "numerics", "scheme", "containers", "staging", "tensor_file", "shards", "side_files",
-    "checkpoint", "config_sizes", "model_names", "experts",
+    "checkpoint", "config_sizes", "model_names", "experts", "tokenizer_check",
 )  # fmt: skip
 OPS = (
     "extension", "op_checks", "outliers", "ops", "dense_ops", "attention_ops", "cache_ops",
     "row_ops", "scaled_ops", "sampling_ops", "decoder_ops", "probe_ops",
 )  # fmt: skip
 RUNTIME = (
-    "errors", "numerics", "scheme", "shards", "checkpoint", "model_names", "experts", *OPS,
-    "runtime",
+    "errors", "numerics", "scheme", "shards", "checkpoint", "model_names", "experts",
+    "tokenizer_check", *OPS, "runtime",
 )  # fmt: skip
 EVERYTHING = (
     *SHARED,
@@ -62,6 +62,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "config_sizes",
     ),
     "model_names": (),
+    "tokenizer_check": (),
     "experts": ("model_names",),
     "calibrate": (*SHARED, "calibrate"),
     "extension": (),

@@ -19,6 +19,7 @@ from quantkit.runtime.request import Completion
 from quantkit.runtime.stats import Stats
 from quantkit.runtime.text import TextStream
 from quantkit.shards import read_json
+from quantkit.tokenizer_check import usable
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 """A folder with none of these has no tokenizer."""
@@ -63,7 +64,7 @@ class Fp8Model:
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+            return usable(AutoTokenizer.from_pretrained(self.path, local_files_only=True))
         except Exception as error:  # the library of tokenizers raises plain ones
             reason = first_line(error)
             raise CheckpointError(f"cannot load the tokenizer of {self.path}: {reason}") from error
@@ -168,8 +169,6 @@ class Fp8Model:
         is exactly one BOS token whether or not the template writes it. Raises GenerationError if
         there is no template or it refuses the messages.
         """
-        from jinja2 import TemplateError
-
         if not self.tokenizer.chat_template:
             raise GenerationError(
                 f"the tokenizer of {self.path} has no chat template; give a plain prompt instead"
@@ -178,8 +177,10 @@ class Fp8Model:
             text = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=False
             )
-        except TemplateError as error:
-            raise GenerationError(f"the chat template of {self.path}: {error}") from None
+        except Exception as error:  # a template is a program that came with the model
+            raise GenerationError(
+                f"the chat template of {self.path}: {first_line(error)}"
+            ) from None
         ids: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         bos = self.tokenizer.bos_token_id
         added_to_plain_text = bos is not None and self.encode("")[:1] == [bos]

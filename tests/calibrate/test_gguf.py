@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,79 +15,17 @@ from quantkit.calibrate import calibrate
 from quantkit.calibrate.gguf_file import GgufFile
 from quantkit.calibrate.gguf_source import GgufSource
 from quantkit.calibrate.source import open_source
-from quantkit.errors import SourceError
+from quantkit.errors import QuantKitError, SourceError
 from quantkit.shards import ShardReader
-from tests import tiny
 
 gguf = pytest.importorskip("gguf")
-LLAMA = tiny.LLAMA
-HEADS, KV_HEADS = LLAMA["num_attention_heads"], LLAMA["num_key_value_heads"]
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
-
-def gguf_name(name: str) -> str:
-    """Return llama.cpp's name of a tensor of Llama."""
-    module = name.removesuffix(".weight")
-    if not module.startswith("model.layers."):
-        return f"{NAMES[module]}.weight"
-    _, _, layer, rest = module.split(".", 3)
-    return f"blk.{layer}.{NAMES[rest]}.weight"
-
-
-def as_llama_cpp(name: str, weight: np.ndarray) -> np.ndarray:
-    """Return a weight as llama.cpp keeps it: rotary pairs side by side, not half a head apart."""
-    heads = {"q": HEADS, "k": KV_HEADS}.get(name.removesuffix("_proj.weight")[-1])
-    if heads is None or "self_attn" not in name:
-        return weight
-    halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, weight.shape[1])
-    return halves.swapaxes(1, 2).reshape(weight.shape)
+from tests.gguf_model import write_gguf  # noqa: E402
 
 
 def source_tensors(folder: Path) -> dict[str, Tensor]:
     reader = ShardReader(folder)
     return {name: reader.tensor(name) for name in reader.names}
-
-
-def write_gguf(
-    path: Path, tensors: dict[str, Tensor], kind: str = "F32", architecture: str = "llama"
-) -> Path:
-    """Write a Llama with the metadata that llama.cpp's converter writes."""
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(LLAMA["max_position_embeddings"])
-    writer.add_embedding_length(LLAMA["hidden_size"])
-    writer.add_block_count(LLAMA["num_hidden_layers"])
-    writer.add_feed_forward_length(LLAMA["intermediate_size"])
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_token_list([f"t{number}" for number in range(LLAMA["vocab_size"])])
-    writer.add_bos_token_id(tiny.BOS_ID)
-    writer.add_eos_token_id(tiny.EOS_ID)
-    for name, tensor in tensors.items():
-        values = as_llama_cpp(name, tensor.float().numpy())
-        exact = kind == "F32" or values.ndim == 1 or values.shape[-1] % 32
-        ggml = gguf.GGMLQuantizationType["F32" if exact else kind]
-        data = gguf.quants.quantize(values, ggml)
-        writer.add_tensor(gguf_name(name), data, raw_dtype=ggml)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +142,61 @@ def test_an_absurd_length_is_no_crash(file: Path, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(content)
     with pytest.raises(SourceError, match=r"truncated inside its header"):
+        open_source(path)
+
+
+Change = Callable[[bytearray], None]
+
+
+def entry(content: bytearray, name: bytes) -> int:
+    """Return where a tensor's entry goes on after its name, or a key's after its own."""
+    return content.index(name) + len(name)
+
+
+def number(name: bytes, offset: int, code: str, value: int) -> Change:
+    """Return a change that overwrites a number behind a name."""
+    return lambda content: struct.pack_into(
+        f"<{code}", content, entry(content, name) + offset, value
+    )
+
+
+HEADS_KEY = b"llama.attention.head_count"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (number(b"blk.1.ffn_up.weight", 0, "I", 2**20), "ffn_up.weight has 1048576 dimensions"),
+        (number(b"blk.1.ffn_up.weight", 4, "Q", 2**62), "truncated"),
+        (number(b"blk.1.ffn_up.weight", 20, "I", 12), "no whole blocks of 256"),
+        (number(b"general.architecture", 4, "Q", 2**62), "truncated inside its header"),
+        (number(b"tokenizer.ggml.tokens", 8, "Q", 2**60), "not a readable GGUF file|truncated"),
+        (number(HEADS_KEY, 4, "I", 0), "num_attention_heads=0"),
+        (number(b"llama.block_count", 4, "I", 2**31), "num_hidden_layers=2147483648"),
+        (number(b"llama.embedding_length", 4, "I", 2**32 - 1), "hidden_size=4294967295"),
+    ],
+)
+def test_absurd_numbers_are_refused(file: Path, tmp_path: Path, change: Change, words: str) -> None:
+    content = bytearray(file.read_bytes())
+    change(content)
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(QuantKitError, match=rf"m\.gguf.*({words})"):
+        open_source(tmp_path / "m.gguf").scan(lambda: None)
+
+
+def test_lists_in_lists_without_end_are_refused(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    nested = struct.pack("<IQ", 9, 1) * 5000
+    key = struct.pack("<Q", 1) + b"k" + struct.pack("<I", 9) + nested
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key)
+    with pytest.raises(SourceError, match=r"m\.gguf is not a readable GGUF file"):
+        open_source(path)
+
+
+def test_a_file_that_names_no_architecture_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
+    with pytest.raises(SourceError, match="does not name its architecture"):
         open_source(path)
 
 

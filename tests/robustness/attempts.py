@@ -23,15 +23,19 @@ from typing import Any
 import torch
 
 from quantkit import load_fp8
-from quantkit.calibrate.source import open_source
+from quantkit.calibrate.source import ModelSource, open_source
+from quantkit.calibrate.tokenize import encode, render_chat, special_prefix
 from quantkit.errors import QuantKitError
 from quantkit.inspection.inspection import inspect
 from quantkit.lint import lint
 from tests import tiny
+from tests.robustness.foreign_files import GGUF
 from tests.robustness.mutations import damage
 
+CHAT = [{"role": "user", "content": "the cat"}]
 MEMORY = 1 << 30
 SECONDS = 5
+"""Of processor time, which a busy machine does not take."""
 
 
 class TooSlow(BaseException):
@@ -58,12 +62,36 @@ def look(folder: Path) -> str:
     return "inspected"
 
 
+def write(folder: Path) -> str:
+    """Load a checkpoint with its tokenizer, and let it answer."""
+    model = load_fp8(folder, device="cpu")
+    ids = model.encode_chat(CHAT) if getattr(model.tokenizer, "chat_template", None) else []
+    return type(model.generate("the cat", max_new_tokens=2) + "".join(map(str, ids))).__name__
+
+
+def open_folder(folder: Path) -> ModelSource:
+    """Open a folder, or the GGUF file in it, as the model to calibrate."""
+    return open_source(folder / GGUF if (folder / GGUF).exists() else folder)
+
+
 def source(folder: Path) -> str:
-    """Open a folder as the model to calibrate."""
-    opened = open_source(folder)
+    """Read all of the model to calibrate."""
+    opened = open_folder(folder)
     opened.config()
     opened.scan(lambda: None)
+    for name in opened.names:
+        opened.head(name)
+        assert opened.tensor(name).shape == opened.shape(name)
     return "opened"
+
+
+def tokens(folder: Path) -> str:
+    """Turn texts and a conversation into tokens, as calibration does."""
+    tokenizer = open_folder(folder).tokenizer()
+    special_prefix(tokenizer)
+    texts = ["the cat", render_chat(tokenizer, CHAT, None) or "", ""]
+    assert all(type(token) is int for ids in encode(tokenizer, texts) for token in ids)
+    return "read"
 
 
 WAYS: dict[str, Callable[[Path], str]] = {
@@ -71,12 +99,14 @@ WAYS: dict[str, Callable[[Path], str]] = {
     "check": check,
     "inspect": look,
     "source": source,
+    "write": write,
+    "tokens": tokens,
 }
 
 
 def attempt(way: Callable[[Path], str], folder: Path) -> str:
     """Return how opening went; a fault starts with "fault"."""
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         return way(folder)
     except QuantKitError as error:
@@ -88,7 +118,7 @@ def attempt(way: Callable[[Path], str], folder: Path) -> str:
         place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].name}"
         return f"fault: {type(error).__name__} in {place}: {str(error)[:120]}"
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def run(good: Path, work: Path, seeds: range) -> dict[str, Any]:
@@ -130,7 +160,7 @@ def main() -> None:
     good, work, first, count = Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:5])
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    signal.signal(signal.SIGALRM, _too_slow)
+    signal.signal(signal.SIGPROF, _too_slow)
     # All ways once, which also imports what is imported lazily, before the limit.
     intact = {base.name: {n: attempt(w, base) for n, w in WAYS.items()} for base in good.iterdir()}
     limit_memory()

@@ -9,6 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.robustness.foreign_files import (
+    BIN,
+    GGUF,
+    TOKENIZER,
+    damage_bin,
+    damage_gguf,
+    damage_tokenizer,
+)
+
 SHARD = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 HUGE = 2**62
@@ -27,6 +36,10 @@ ABSURD = (10**7, 10**9, 2**40, 2**62, 10**30, 0, -1, 1, 3, 1e9, "64", None, [64]
 def damage(folder: Path, seed: int) -> str:
     """Damage a folder in place; return what was done, in words."""
     chance = random.Random(seed)
+    if (folder / GGUF).exists():
+        return damage_gguf(folder, chance)
+    if (folder / BIN).exists():
+        return chance.choice([damage_bin, damage_bin, damage_bin, junk_value])(folder, chance)
     return chance.choice(KINDS)(folder, chance)
 
 
@@ -214,10 +227,16 @@ def no_file(folder: Path, chance: random.Random) -> str:
     return f"no {path.name}"
 
 
+def tokenizer(folder: Path, chance: random.Random) -> str:
+    """Damage the tokenizer, where there is one."""
+    damage = damage_tokenizer if (folder / TOKENIZER).exists() else junk_value
+    return damage(folder, chance)
+
+
 KINDS: tuple[Callable[[Path, random.Random], str], ...] = (
     flip_bits, flip_bits, flip_data, truncate, header_length, header_field, header_field,
     absurd_size, absurd_size, junk_value, junk_value, junk_value, hostile_text, index_entry,
-    folder_for_file, no_file,
+    folder_for_file, no_file, tokenizer, tokenizer, tokenizer,
 )  # fmt: skip
 
 

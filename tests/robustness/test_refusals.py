@@ -9,12 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from quantkit import load_fp8
 from quantkit.calibrate.source import open_source
-from quantkit.errors import CheckpointError, QuantKitError, SourceError, first_line
+from quantkit.errors import (
+    CheckpointError,
+    GenerationError,
+    QuantKitError,
+    SourceError,
+    first_line,
+)
 from quantkit.inspection.inspection import inspect
-from tests import checkpoints
+from quantkit.shards import ShardReader
+from tests import checkpoints, tiny
 from tests.checkpoints import FAMILIES
 
 
@@ -128,3 +136,83 @@ def test_what_another_library_says_is_one_line() -> None:
     assert first_line(KeyError("x")) == "KeyError 'x'"
     assert first_line(MemoryError()) == "MemoryError"
     assert first_line(ValueError("a" * 500)) == "a" * 200 + "..."
+
+
+class TestPickles:
+    @pytest.fixture
+    def folder(self, good: Path, tmp_path: Path) -> Path:
+        """Return the source, its weights being pickled."""
+        for path in (good.parent / "source").iterdir():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+        weights = ShardReader(tmp_path)
+        tensors = {name: weights.tensor(name).clone() for name in weights.names}
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(tensors, tmp_path / "pytorch_model.bin")
+        assert open_source(tmp_path).names == sorted(tensors)
+        return tmp_path
+
+    @pytest.mark.parametrize("file", ["../x.bin", "/etc/passwd", "..", "", 7, None, []])
+    def test_an_index_that_leads_elsewhere(self, folder: Path, file: Any) -> None:
+        table = {"model.norm.weight": file}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": table}))
+        with pytest.raises(CheckpointError, match=r"maps tensor model.norm.weight to .*, outside"):
+            open_source(folder)
+
+    @pytest.mark.parametrize(
+        ("value", "message"),
+        [
+            (torch.ones(1).expand(2**20, 2**10), "x of 4294967296 bytes; it holds less"),
+            (torch.ones(2, 2).to_sparse(), "x in a form that is no plain array"),
+            (torch.empty(2, 2, device="meta"), "x in a form that is no plain array"),
+        ],
+        ids=["expanded", "sparse", "meta"],
+    )
+    def test_a_tensor_that_is_no_array(self, folder: Path, value: Tensor, message: str) -> None:
+        torch.save({"x": value}, folder / "pytorch_model.bin")
+        with pytest.raises(SourceError, match=rf"pytorch_model\.bin has tensor {message}"):
+            open_source(folder)
+
+    def test_a_name_that_is_no_text(self, folder: Path) -> None:
+        torch.save({7: torch.ones(2)}, folder / "pytorch_model.bin")
+        with pytest.raises(SourceError, match=r"names a tensor 7, expected text"):
+            open_source(folder)
+
+    def test_a_program_that_makes_no_sense(self, folder: Path) -> None:
+        (folder / "pytorch_model.bin").write_bytes(b"\x80\x02h\x07.")  # gets what was never put
+        with pytest.raises(SourceError, match=r"cannot be read as plain weights .*nothing in it"):
+            open_source(folder)
+
+
+class TestTokenizers:
+    @pytest.fixture
+    def folder(self, damaged: Callable[..., Path]) -> Path:
+        return tiny.save_tokenizer(damaged(), tiny.CHAT_TEMPLATE)
+
+    def change(self, folder: Path, **values: Any) -> None:
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    def test_a_length_that_is_no_number(self, good: Path, folder: Path) -> None:
+        self.change(folder, model_max_length="x")
+        with pytest.raises(CheckpointError, match=r"cannot load the tokenizer .*length is 'x'"):
+            load_fp8(folder, device="cpu").encode("a")
+        source = good.parent / "source"
+        for name in ("model.safetensors", "config.json"):
+            (folder / name).write_bytes((source / name).read_bytes())
+        with pytest.raises(SourceError, match="no usable tokenizer: model_max_length is 'x'"):
+            open_source(folder).tokenizer()
+
+    @pytest.mark.parametrize(
+        ("template", "reason"),
+        [
+            ("{% for x in range(10**9) %}x{% endfor %}", "Range too big"),
+            ("{{ 1/0 }}", "division by zero"),
+            ("{% if", "unexpected|end of template"),
+            ("{{ raise_exception('no') }}", "no"),
+        ],
+    )
+    def test_a_chat_template_that_fails(self, folder: Path, template: str, reason: str) -> None:
+        (folder / "chat_template.jinja").write_text(template)
+        model = load_fp8(folder, device="cpu")
+        with pytest.raises(GenerationError, match=rf"the chat template of .*: .*({reason})"):
+            model.encode_chat([{"role": "user", "content": "a"}])

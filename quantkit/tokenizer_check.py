@@ -1,0 +1,18 @@
+"""What a tokenizer must be able to do before anything is built on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def usable(tokenizer: Any) -> Any:
+    """Return a tokenizer that has just encoded a letter.
+
+    Libraries open many damaged files, and fail at the first text. Raises ValueError for a length
+    that is no number, and whatever the library raises.
+    """
+    limit = tokenizer.model_max_length
+    if isinstance(limit, bool) or not isinstance(limit, int | float):
+        raise ValueError(f"model_max_length is {limit!r}, expected a number")
+    tokenizer("a")
+    return tokenizer
