@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from quantkit.calibrate.amax import AmaxObserver, canonical_kv
 from quantkit.calibrate.attention_probe import AttentionProbe
 from quantkit.calibrate.kv_report import KvReport, measure_kv
 from quantkit.calibrate.kv_search import KvError, choose_scales, plain_scales
-from quantkit.calibrate.observers import AmaxObserver, canonical_kv
 from quantkit.errors import CalibrationError
 from quantkit.numerics import amax_to_scale
 from quantkit.scheme import Granularity, QuantSpec

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibrate.expert_tokens import ExpertReach, add_scarce_moments, reach_unreached
+from quantkit.calibrate.input_ranges import InputRanges
 from quantkit.calibrate.kv_scales import KvObserver
 from quantkit.calibrate.layerwise import Batch, LayerwiseModel
 from quantkit.calibrate.moments import InputMoments, MomentObservers, group_name
 from quantkit.calibrate.quantized_layer import (
-    InputObservers,
     InputQuantizers,
     QuantizedLinear,
     quantize_weights,
-    set_input_ranges,
     sqnr_db,
 )
 from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.report import LayerReport, ModuleReport
+from quantkit.calibrate.skeleton import Skeleton
 from quantkit.calibrate.smoothed_layer import (
     InputCollector,
     InputStatistics,
@@ -29,7 +29,6 @@ from quantkit.calibrate.smoothed_layer import (
     smooth_layer,
 )
 from quantkit.checkpoint import INPUT_MEAN_SQUARE
-from quantkit.scheme import QuantSpec
 
 SMOOTHING = "smoothing"
 SAMPLED_TOKENS = 512
@@ -61,47 +60,55 @@ def calibrate_layer(
     quantized. Raises CalibrationError when a scale could not be fixed.
     """
     name = model.skeleton.disk_name(model.skeleton.layer_names[number])
+    ranges = _ranges_on_the_way(recipe, modules)
     first_original, moments, statistics = _observe(model, number, batches, recipe, modules)
     reach = add_scarce_moments(model, number, batches, modules, moments) if moments else []
     smoothed = _smooth(model, number, batches, recipe, statistics, moments)
     linears = quantize_weights(
         model.skeleton, modules, recipe.weights, recipe.tiers, moments, smoothed.changed
     )
-    if recipe.inputs is not None and not recipe.inputs.dynamic:
-        reach = (
-            _fix_input_scales(model, number, batches, recipe.inputs, linears, modules, moments)
-            or reach
-        )
+    if recipe.has_static_inputs:
+        reach = _fix_input_scales(model, number, batches, recipe, linears, modules, ranges) or reach
+    kv = KvObserver(recipe.kv_spec) if recipe.kv_spec and batches else None
+    moved_sqnr_db = (
+        _move(model, number, batches, recipe, modules, linears, kv, first_original[0])
+        if batches
+        else None
+    )
     report = LayerReport(
         name,
         [
             module_report(linear, moments.get(key), key in smoothed.gain_db)
             for key, linear in linears.items()
         ],
+        output_sqnr_db=moved_sqnr_db,
         smoothing=smoothed.lines,
         experts=reach,
     )
-    tensors = {
-        model.skeleton.source_name(parameter) or parameter: tensor
+    tensors = _layer_tensors(model.skeleton, smoothed, linears)
+    if not recipe.is_portable:
+        tensors |= _input_statistics(linears, moments)
+    if kv is not None and (has_kv or kv.owner is not None):
+        scales = kv.scales(name)
+        tensors |= scales
+        report.kv = kv.report
+        report.scales = {key: scale.flatten().tolist() for key, scale in scales.items()}
+    return LayerResult(tensors, report)
+
+
+def _layer_tensors(
+    skeleton: Skeleton, smoothed: _Smoothed, linears: Mapping[str, QuantizedLinear]
+) -> dict[str, Tensor]:
+    """Return what is stored of the layer's modules, by names on disk."""
+    changed = {
+        skeleton.source_name(parameter) or parameter: tensor
         for parameter, tensor in smoothed.tensors.items()
-    } | {
+    }
+    return changed | {
         f"{linear.name}.{leaf}": tensor
         for linear in linears.values()
         for leaf, tensor in linear.tensors().items()
     }
-    if not recipe.is_portable:
-        tensors |= _input_statistics(linears, moments)
-    if batches:
-        observer = KvObserver(recipe.kv_spec) if recipe.kv_spec else None
-        report.output_sqnr_db = _move(
-            model, number, batches, recipe, modules, linears, observer, first_original[0]
-        )
-        if observer is not None and (has_kv or observer.owner is not None):
-            scales = observer.scales(name)
-            report.kv = observer.report
-            tensors.update(scales)
-            report.scales = {key: scale.flatten().tolist() for key, scale in scales.items()}
-    return LayerResult(tensors, report)
 
 
 def _observe(
@@ -186,27 +193,34 @@ def _smooth(
     return found
 
 
+def _ranges_on_the_way(recipe: Recipe, modules: Mapping[str, nn.Linear]) -> InputRanges | None:
+    """Watch the inputs for static scales in the pass that the tiers need, if nothing moves them."""
+    if not recipe.has_static_inputs or not recipe.tiers.needs_data or recipe.tiers.smoothing:
+        return None
+    return InputRanges(modules, recipe.observer_factory)
+
+
 def _fix_input_scales(
     model: LayerwiseModel,
     number: int,
     batches: Sequence[Batch],
-    spec: QuantSpec,
+    recipe: Recipe,
     linears: Mapping[str, QuantizedLinear],
     modules: Mapping[str, nn.Linear],
-    moments: Mapping[str, InputMoments],
+    ranges: InputRanges | None,
 ) -> list[ExpertReach]:
-    """Set static input scales, from what was observed or else in a pass of its own.
+    """Set static input scales, from the `ranges` that were watched or else in a pass of its own.
 
     Returns which tokens reached the experts in that pass.
     """
-    if all(name in moments for name in linears):
-        set_input_ranges(linears, {name: moments[name].amax.max() for name in linears}, spec)
-        return []
-    observers = InputObservers(modules)
-    for _ in model.run(number, batches):
-        pass
-    reach = reach_unreached(model, number, batches, modules, observers.num_tokens)
-    observers.finish(linears, spec)
+    reach: list[ExpertReach] = []
+    if ranges is None:
+        ranges = InputRanges(modules, recipe.observer_factory)
+        for _ in model.run(number, batches):
+            pass
+        reach = reach_unreached(model, number, batches, modules, dict(ranges.num_tokens))
+    if recipe.inputs is not None:
+        ranges.finish(linears, recipe.inputs)
     return reach
 
 
@@ -251,8 +265,10 @@ def module_report(
         plain_output_sqnr_db=linear.plain_output_sqnr_db,
         output_sqnr_db=linear.output_sqnr_db,
         outlier_ratio=linear.outlier_ratio,
-        input_amax=linear.input_amax,
+        input_amax=moments.amax.max().item() if moments else linear.input_amax,
+        input_range=linear.input_range,
         num_clipped=linear.num_clipped,
+        inputs_clipped=linear.inputs_clipped,
         zeroed_share=linear.zeroed_share,
         outlier_columns=0 if linear.columns is None else len(linear.columns),
         bytes=sum(tensor.nbytes for tensor in linear.tensors().values()),
@@ -278,7 +294,6 @@ def _with_inputs(report: ModuleReport, moments: InputMoments) -> ModuleReport:
     largest = torch.topk(rms, min(TOP_CHANNELS, len(rms)))
     return replace(
         report,
-        input_amax=moments.amax.max().item(),
         input_outlier_ratio=rms.max().item() / middle if middle > 0 else None,
         top_input_channels=tuple(
             (channel, value)

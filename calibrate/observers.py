@@ -1,60 +1,164 @@
-"""Statistics of what passes by, in one canonical shape.
+"""Observers of what linear modules read: how large an input the largest code should stand for.
 
-An observer receives [num_observations, num_scales, num_elements] and reduces the first and the
-last dimension, so it needs to know nothing of tensors, tokens or heads. It has no opinion about
-formats.
+With a static scale that decision is made once, on calibration data. The plain one is the largest
+input seen (`AmaxRange`). A single massive activation then makes all others coarse, so others give
+up some of the largest inputs, which saturate, for finer steps everywhere else.
+
+An observer of your own is any class with the two methods of `RangeObserver` whose constructor
+takes the weights; give it to `calibrate(..., observer=...)`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from quantkit.calibrate.amax import AmaxObserver, canonical_input
+from quantkit.calibrate.magnitudes import Magnitudes
+from quantkit.errors import RecipeError, nearest
+from quantkit.numerics import Format, amax_to_scale, round_to_format
 
-@dataclass(slots=True)
-class AmaxObserver:
-    """Running max |x| per scale, and the number of observations behind it."""
+DEFAULT_OBSERVER = "error"
+DEFAULT_PERCENTILE = 99.999
+SAMPLED_EVERY = 8
+"""Of the tokens, those that `ErrorRange` looks at, and the first of each sequence."""
+HEADROOM: tuple[float, ...] = tuple(2.0 ** (step / 8) for step in range(9))
+"""Ranges that are tried, by the largest input: an octave, within which the codes' steps repeat."""
+CLIPPING: tuple[float, ...] = tuple(2.0 ** (step / 8) for step in range(-1, -65, -1))
+"""Ranges below the largest input, down to a 256th."""
+CLIPPING_GAIN = 1 / 3
+"""What share of the error clipping has to save: on other text it costs more than on this one."""
 
-    amax: Tensor | None = None  # float32 [num_scales]
-    num_observations: int = 0
+
+class RangeObserver(Protocol):
+    """Watches one input of linear modules."""
 
     def update(self, x: Tensor) -> None:
-        """Take in a batch. Shapes: x [num_observations, num_scales, num_elements]."""
-        self.merge(amax_of(x), x.shape[0])
+        """Take in the inputs of one sequence. Shapes: x [tokens, channels], finite or not."""
 
-    def merge(self, amax: Tensor, num_observations: int) -> None:
-        """Take in a batch of which the amax is known. Shapes: amax [num_scales]."""
-        if num_observations:
-            self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
-            self.num_observations += num_observations
+    def range(self, fmt: Format) -> float:
+        """Return the magnitude that becomes `fmt.max`; larger inputs saturate.
+
+        Called once, after all of the data.
+        """
 
 
-def amax_of(x: Tensor) -> Tensor:
-    """Return max |x| per scale. Shapes: [observations, scales, elements] -> float32 [scales].
+ObserverFactory = Callable[[Tensor], RangeObserver]
+"""Makes the observer of one input, given the weights that read it, stacked: [rows, channels]."""
 
-    0 where there is nothing to observe; NaN propagates.
+
+class AmaxRange:
+    """The largest input seen: nothing of the calibration data saturates."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self._observer = AmaxObserver()
+
+    def update(self, x: Tensor) -> None:
+        """See `RangeObserver`."""
+        self._observer.update(canonical_input(x))
+
+    def range(self, fmt: Format) -> float:
+        """See `RangeObserver`."""
+        return 0.0 if self._observer.amax is None else float(self._observer.amax.item())
+
+
+class PercentileRange:
+    """The least range that `percentile` per cent of all inputs are within."""
+
+    def __init__(self, weight: Tensor, percentile: float = DEFAULT_PERCENTILE) -> None:
+        self._percentile = percentile
+        self._magnitudes = Magnitudes(weight.device)
+
+    def update(self, x: Tensor) -> None:
+        """See `RangeObserver`."""
+        self._magnitudes.add(x)
+
+    def range(self, fmt: Format) -> float:
+        """See `RangeObserver`."""
+        values, counts = self._magnitudes.occurring()
+        if not len(values):
+            return 0.0
+        within = counts.cumsum(0)
+        wanted = (self._percentile / 100 * within[-1]).reshape(1)
+        place = torch.searchsorted(within, wanted).clamp(max=len(values) - 1)
+        return float(values[place].item())
+
+
+class ErrorRange:
+    """The range with the least error of the modules' outputs, relative to each token's output.
+
+    Errors of the channels are taken as independent, so that a token's output error is
+    `sum_k |W_k|^2 (x_k - x'_k)^2`. It is divided by the token's `sum_k |W_k|^2 x_k^2`: a token with
+    massive activations counts as much as any other, and so cannot set the scale for all of them.
+    Within an octave above the largest input, the best range puts the channels that always carry
+    much on numbers that the format has.
     """
-    if x.numel() == 0:
-        return torch.zeros(x.shape[1], device=x.device)
-    if x.shape[1] == 1:
-        low, high = torch.aminmax(x)  # one pass, and no copy of |x|
-        return torch.maximum(-low, high).float().reshape(1)
-    return x.abs().amax(dim=(0, 2)).float()
+
+    def __init__(self, weight: Tensor) -> None:
+        self._importance = weight.float().square().sum(dim=0)
+        self._magnitudes = Magnitudes(weight.device)
+        self._amax = AmaxRange(weight)
+
+    def update(self, x: Tensor) -> None:
+        """See `RangeObserver`."""
+        self._amax.update(x)
+        rows = torch.cat([x[:1], x[SAMPLED_EVERY // 2 :: SAMPLED_EVERY]])
+        power = rows.float().square() @ self._importance
+        weights = self._importance / power.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
+        self._magnitudes.add(rows, weights)
+
+    def range(self, fmt: Format) -> float:
+        """See `RangeObserver`."""
+        amax = self._amax.range(fmt)
+        error, largest = self._best(amax, HEADROOM, fmt)
+        clipped_error, clipped = self._best(amax, CLIPPING, fmt)
+        return clipped if clipped_error < (1 - CLIPPING_GAIN) * error else largest
+
+    def _best(self, amax: float, ratios: Sequence[float], fmt: Format) -> tuple[float, float]:
+        """Return the least error of the ranges, and the first range that has it."""
+        values, counts = self._magnitudes.occurring()
+        tried = [amax * ratio for ratio in ratios]
+        errors = [_rounding_error(values, counts, each, fmt) for each in tried]
+        return min(zip(errors, tried, strict=True), key=lambda pair: pair[0])
 
 
-def canonical_input(x: Tensor) -> Tensor:
-    """Return a linear layer's input [..., features] as [tokens, 1, features]: one scale in all."""
-    return x.reshape(-1, 1, x.shape[-1])
+def _rounding_error(values: Tensor, counts: Tensor, amax: float, fmt: Format) -> float:
+    """Return the summed squared error of rounding `values` with the scale for a range."""
+    scale = amax_to_scale(torch.tensor(amax, device=values.device), fmt)
+    error = values - round_to_format(values / scale, fmt) * scale
+    return float((error.double().square() * counts).sum().item())
 
 
-def canonical_kv(states: Tensor, per_head: bool) -> Tensor:
-    """Return keys or values as observations.
+OBSERVERS: Mapping[str, ObserverFactory] = {
+    "amax": AmaxRange,
+    "percentile": PercentileRange,
+    "error": ErrorRange,
+}
 
-    Shapes: states [batch, heads, tokens, head_dim] -> [batch * tokens, heads, head_dim] with one
-    scale a head, or [batch * tokens, 1, heads * head_dim] with one for all.
+
+def observer_factory(name: str) -> ObserverFactory:
+    """Return what makes the observers of a name in a recipe: "amax", "percentile:99.9", ...
+
+    Raises RecipeError for an unknown name, or a percentile that is none.
     """
-    batch, heads, tokens, head_dim = states.shape
-    by_token = states.transpose(1, 2).reshape(batch * tokens, heads, head_dim)
-    return by_token if per_head else by_token.reshape(batch * tokens, 1, heads * head_dim)
+    kind, has_value, value = name.partition(":")
+    if kind not in OBSERVERS or (has_value and kind != "percentile"):
+        known = f"{', '.join(OBSERVERS)}, or percentile:P"
+        raise RecipeError(f"observer is {name!r}{nearest(kind, OBSERVERS)}; known: {known}")
+    if not has_value:
+        return OBSERVERS[kind]
+    return partial(PercentileRange, percentile=_percentile(value))
+
+
+def _percentile(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 100:
+        raise RecipeError(f"observer is a percentile above 0, up to 100; got {text!r}")
+    return value

@@ -25,6 +25,7 @@ from quantkit.calibrate.journal import Journal, finished_report
 from quantkit.calibrate.kv_report import kv_warnings
 from quantkit.calibrate.layer import calibrate_layer
 from quantkit.calibrate.layerwise import Batch, LayerwiseModel, make_batches
+from quantkit.calibrate.observers import ObserverFactory
 from quantkit.calibrate.output import CheckpointOutput, bytes_of_dtype, peak_bytes
 from quantkit.calibrate.plan import Plan, make_plan
 from quantkit.calibrate.progress import Phase
@@ -71,6 +72,7 @@ def calibrate(
     budget: float | None = None,
     ignore: Sequence[str] = (),
     head: str | None = None,
+    observer: str | ObserverFactory | None = None,
     device: str = "auto",
     dtype: str = "auto",
     dry_run: bool = False,
@@ -100,6 +102,9 @@ def calibrate(
         ignore: further modules to leave as they are: names, or `re:` patterns.
         head: 8-bit format of the output head ("e3m4", "e4m3", "e5m2"), which makes a checkpoint
             for quantkit alone; "none" leaves it as it is. Default as the recipe says.
+        observer: what decides the range of static inputs: "amax", "percentile", "percentile:P" or
+            "error", or an observer of your own, see `quantkit.calibrate.observers`. Default as the
+            recipe says.
         device: "auto", "cpu" or "cuda".
         dtype: dtype of the tensors that are not quantized; "auto" keeps the source's.
         dry_run: only make the plan; nothing is written and no data is read.
@@ -116,7 +121,7 @@ def calibrate(
     run lasts, another one with the same `output` is refused.
     """
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    chosen = chosen.with_options(kv, tuple(ignore), tiers, budget, head)
+    chosen = chosen.with_options(kv, tuple(ignore), tiers, budget, head, observer)
     _check_options(dtype, samples=samples, seq_len=seq_len, batch_size=batch_size)
     destination = None if dry_run else _destination(output, model)
     source = open_source(model, trust_remote_code)
@@ -328,7 +333,7 @@ def _provenance(
     return {
         "quantkit_version": quantkit.__version__,
         "profile": "portable" if plan.is_portable else "native",
-        "recipe": asdict(plan.recipe),
+        "recipe": plan.recipe.to_json(),
         "seed": seed,
         "dtype": dtype,
         "source": {"name": source.name, "fingerprint": fingerprint(source)},

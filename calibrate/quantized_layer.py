@@ -15,15 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from quantkit.calibrate.groups import expert_of
 from quantkit.calibrate.moments import InputMoments, group_name
-from quantkit.calibrate.observers import AmaxObserver, amax_of, canonical_input
 from quantkit.calibrate.skeleton import Skeleton
 from quantkit.calibrate.tiers import NO_TIERS, Tiers
 from quantkit.calibrate.weight_tiers import TierChoice, choose_tiers
 from quantkit.checkpoint import check_scale
-from quantkit.errors import CalibrationError
-from quantkit.numerics import amax_to_scale, fake_quantize, tile_amax
+from quantkit.numerics import Format, amax_to_scale, fake_quantize, tile_amax
 from quantkit.scheme import Granularity, QuantSpec
 
 
@@ -52,19 +49,26 @@ class QuantizedLinear:
     exact: Tensor | None = None
     input_scale: Tensor | None = None
     input_amax: float | None = None
+    input_range: float | None = None
+    inputs_clipped: int | None = None  # of the calibration data; None without a static scale
 
-    def set_input_range(self, amax: Tensor, spec: QuantSpec) -> None:
-        """Fix the static input scale. Shapes: amax scalar or [1].
+    def set_input_range(self, largest: float, amax: float, spec: QuantSpec) -> None:
+        """Fix the static input scale, of which `largest` becomes the largest code.
 
-        Raises CalibrationError where it is not finite.
+        `amax` is the largest input that was seen.
         """
-        if not amax.isfinite().all():
-            raise CalibrationError(
-                f"the input of {self.name} has NaN or infinite values on the calibration data; "
-                "the model itself is broken at this layer"
-            )
-        self.input_amax = float(amax.item())
-        self.input_scale = amax_to_scale(amax.reshape(1).float().cpu(), spec.fmt)
+        self.input_amax, self.input_range = amax, largest
+        self.input_scale = amax_to_scale(torch.tensor([largest]), spec.fmt)
+        self.inputs_clipped = 0
+
+    def count_clipped(self, x: Tensor, fmt: Format) -> None:
+        """Count the inputs that are beyond the static scale's largest code, if any can be."""
+        if self.input_scale is None or self.input_amax is None or self.inputs_clipped is None:
+            return
+        limit = fmt.max * self.input_scale.item()
+        # Quantized weights before it in the layer move the inputs a little from those seen.
+        if self.input_amax > limit / 2:
+            self.inputs_clipped += int((x.abs() > limit).sum())
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what is stored, by the last part of the tensor's name."""
@@ -184,74 +188,6 @@ def sqnr_db(signal: Tensor, approximation: Tensor) -> float:
     return 20 * log10(power / noise) if power > 0 else -inf
 
 
-def set_input_ranges(
-    linears: Mapping[str, QuantizedLinear], amax: Mapping[str, Tensor], spec: QuantSpec
-) -> None:
-    """Fix the static input scales of linears from the ranges of their inputs.
-
-    Those that an engine multiplies with one scale share the largest: q/k/v, gate/up, and the same
-    linear of all experts of a layer. Shapes: each amax scalar or [1].
-    """
-    largest: dict[str, Tensor] = {}
-    for name in linears:
-        key = _range_key(name, amax)
-        largest[key] = torch.maximum(largest.get(key, amax[name]), amax[name])
-    for name, linear in linears.items():
-        linear.set_input_range(largest[_range_key(name, amax)], spec)
-
-
-def _range_key(name: str, amax: Mapping[str, Tensor]) -> str:
-    first = group_name(name, amax)
-    expert = expert_of(first)
-    return f"{expert[0]}.*.{expert[2]}" if expert else first
-
-
-class InputObservers:
-    """Forward hooks that record the range of every module's input, for static scales.
-
-    Siblings that read the same tensor share one observation of it.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Linear]) -> None:
-        self._observers = {name: AmaxObserver() for name in modules}
-        self._last: tuple[Tensor, Tensor] | None = None
-        self._handles = [
-            module.register_forward_pre_hook(self._hook(self._observers[name]))
-            for name, module in modules.items()
-        ]
-
-    def _hook(self, observer: AmaxObserver) -> Any:
-        def observe(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x = args[0]
-            if self._last is None or self._last[0] is not x:
-                self._last = (x, amax_of(canonical_input(x)))
-            observer.merge(self._last[1], x.numel() // max(x.shape[-1], 1))
-
-        return observe
-
-    @property
-    def num_tokens(self) -> dict[str, int]:
-        """How many tokens each module has seen."""
-        return {name: observer.num_observations for name, observer in self._observers.items()}
-
-    def finish(self, linears: Mapping[str, QuantizedLinear], spec: QuantSpec) -> None:
-        """Remove the hooks and set each module's input scale, see `set_input_ranges`.
-
-        Raises CalibrationError naming a module that never ran or whose input was not finite.
-        """
-        for handle in self._handles:
-            handle.remove()
-        amax = {}
-        for name, observer in self._observers.items():
-            if observer.amax is None:
-                raise CalibrationError(
-                    f"no calibration token reached {name}, so its input scale is unknown; add data "
-                    "or use a recipe with dynamic inputs (fp8-dynamic)"
-                )
-            amax[name] = observer.amax
-        set_input_ranges(linears, amax, spec)
-
-
 class InputQuantizers:
     """Forward hooks that pass every module's input through the 8-bit format.
 
@@ -268,9 +204,8 @@ class InputQuantizers:
         self._last: tuple[Tensor, Tensor | None, Tensor] | None = None
         self._handles: list[RemovableHandle] = []
         for name, module in modules.items():
-            scale = linears[name].input_scale
-            placed = None if scale is None else scale.to(module.weight.device)
-            self._handles.append(module.register_forward_pre_hook(self._hook(placed)))
+            linear = linears[name]
+            self._handles.append(module.register_forward_pre_hook(self._hook(linear, module)))
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -278,9 +213,13 @@ class InputQuantizers:
             handle.remove()
         self._last = None
 
-    def _hook(self, scale: Tensor | None) -> Any:
+    def _hook(self, linear: QuantizedLinear, reader: nn.Linear) -> Any:
+        scale = linear.input_scale
+        placed = None if scale is None else scale.to(reader.weight.device)
+
         def convert(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            return (self._convert(args[0], scale), *args[1:])
+            linear.count_clipped(args[0], self._spec.fmt)
+            return (self._convert(args[0], placed), *args[1:])
 
         return convert
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from quantkit.calibrate.observers import DEFAULT_OBSERVER, ObserverFactory, observer_factory
 from quantkit.calibrate.selection import ALL_LINEARS, HEAD
 from quantkit.calibrate.tiers import Tiers, only_tiers
 from quantkit.errors import RecipeError, nearest
@@ -59,6 +60,7 @@ class Recipe:
     ignore: tuple[str, ...] = (HEAD,)
     head: str | None = None  # format of the output head; None treats it like any target
     tiers: Tiers = field(default_factory=Tiers)
+    observer: str | ObserverFactory = DEFAULT_OBSERVER  # decides the range of static inputs
 
     def __post_init__(self) -> None:
         """Check the values that do not depend on a model."""
@@ -72,6 +74,7 @@ class Recipe:
         if not self.targets:
             raise RecipeError(f'targets is empty; targets = ["{ALL_LINEARS}"] selects all modules')
         self._check_head()
+        _ = self.observer_factory  # is known
 
     def _check_head(self) -> None:
         if self.head is None:
@@ -98,8 +101,27 @@ class Recipe:
     @property
     def needs_data(self) -> bool:
         """True if anything is measured on data: tiers, static inputs, or the KV cache."""
-        has_static_inputs = self.inputs is not None and not self.inputs.dynamic
-        return self.tiers.needs_data or self.kv_spec is not None or has_static_inputs
+        return self.tiers.needs_data or self.kv_spec is not None or self.has_static_inputs
+
+    @property
+    def has_static_inputs(self) -> bool:
+        """True if the scales of inputs are fixed on data."""
+        return self.inputs is not None and not self.inputs.dynamic
+
+    @property
+    def observer_factory(self) -> ObserverFactory:
+        """What makes the observers of static inputs."""
+        if isinstance(self.observer, str):
+            return observer_factory(self.observer)
+        return self.observer
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the recipe for quantkit.json; an observer of the caller's own goes by its name."""
+        named = self.observer
+        if not isinstance(named, str):
+            kind = named if hasattr(named, "__qualname__") else type(named)
+            named = f"{kind.__module__}.{kind.__qualname__}"
+        return {**asdict(replace(self, observer=DEFAULT_OBSERVER)), "observer": named}
 
     @property
     def is_portable(self) -> bool:
@@ -128,6 +150,7 @@ class Recipe:
         tiers: str | None = None,
         budget: float | None = None,
         head: str | None = None,
+        observer: str | ObserverFactory | None = None,
     ) -> Recipe:
         """Return the recipe with other values where they are given, and more `ignore` entries.
 
@@ -149,6 +172,7 @@ class Recipe:
             ignore=(*kept, *added),
             head=None if leaves else self.head if head is None else head,
             tiers=chosen,
+            observer=self.observer if observer is None else observer,
         )
 
 
@@ -206,7 +230,7 @@ def parse_recipe(text: str, where: str, name: str) -> Recipe:
     table = strict_fields(Recipe, _parse_toml(text, where), where)
     if "weights" not in table:
         raise RecipeError(f"{where} has no [weights] table; 'granularity' is its one required key")
-    for key in ("name", "description", "kv", "head"):
+    for key in ("name", "description", "kv", "head", "observer"):
         _check_type(table, key, str, where)
     for key in ("targets", "ignore"):
         if key in table:

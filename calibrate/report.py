@@ -25,6 +25,8 @@ logger = logging.getLogger("quantkit")
 
 RENDER_WIDTH = 100
 MAX_ZEROED_SHARE = 0.01
+_EXACT = ("input_amax", "input_range")
+"""What others compute scales from, and is therefore not rounded in JSON."""
 KEEP = "keep"
 """The tier of a module that stays as it is, because the recipe's budget allows for it."""
 
@@ -38,6 +40,8 @@ class ModuleReport:
     `output_sqnr_db` of the module's output on held-out calibration tokens, and `plain_...` what
     plain rounding would have given. Ratios: largest / median row amax of the weight, and largest /
     median channel RMS of the input. top_input_channels: (channel, RMS), largest first.
+    input_range: what the largest code of a static input scale stands for, and inputs_clipped how
+    many values of the calibration data are beyond it.
     zeroed_share: of the weights that are not zero, how many became zero. predicted_kl: what plain
     rounding of the module's fused group adds to the divergence of the
     model's predictions, in nats a token. None is not known.
@@ -53,8 +57,10 @@ class ModuleReport:
     outlier_ratio: float | None = None
     input_outlier_ratio: float | None = None
     input_amax: float | None = None
+    input_range: float | None = None
     top_input_channels: tuple[tuple[int, float], ...] = ()
     num_clipped: int = 0
+    inputs_clipped: int | None = None
     zeroed_share: float = 0.0
     outlier_columns: int = 0
     bytes: int = 0
@@ -190,7 +196,7 @@ def _layer_json(layer: LayerReport) -> dict[str, Any]:
 
 def _module_json(module: ModuleReport) -> dict[str, Any]:
     return {
-        key: _rounded(value) if isinstance(value, float) and key != "input_amax" else value
+        key: _rounded(value) if isinstance(value, float) and key not in _EXACT else value
         for key, value in asdict(module).items()
     }
 

@@ -81,6 +81,13 @@ def calibrate(
             "[default: as the recipe says]"
         ),
     ] = None,
+    observer: Annotated[
+        str | None,
+        typer.Option(
+            help="Decides the range of static inputs: amax, percentile, percentile:P or error. "
+            "[default: as the recipe says]"
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[
         str, typer.Option(help="Dtype of unquantized tensors; auto keeps the source's.")
@@ -128,6 +135,7 @@ def calibrate(
             budget=budget,
             ignore=ignore or [],
             head=head,
+            observer=observer,
             device=device,
             dtype=dtype,
             dry_run=dry_run,

@@ -153,7 +153,9 @@ class TestTensors:
             widest = max(module["input_amax"] for module in modules)
             assert len({module["input_amax"] for module in modules}) > 1
             scale = reader.tensor(f"{modules[0]['name']}.input_scale").item()
-            assert widest <= 448 * scale <= widest * (1 + 2**-7)
+            (shared,) = {module["input_range"] for module in modules}
+            assert widest <= shared <= 2 * widest
+            assert shared <= 448 * scale <= shared * (1 + 2**-7)
 
     def test_experts_that_a_source_stores_together_are_written_one_by_one(
         self, model_of: ModelOf, run: Run, written: Run, tmp_path: Path

@@ -12,23 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibrate.quantized_layer import (
-    InputObservers,
     InputQuantizers,
-    QuantizedLinear,
     fake_quantize_input,
     quantize_weights,
     sqnr_db,
 )
 from quantkit.calibrate.recipe import load_recipe
 from quantkit.calibrate.skeleton import Skeleton
-from quantkit.errors import CalibrationError
 from quantkit.scheme import Granularity, QuantSpec
 from tests import reference
 from tests.calibrate import models
+from tests.calibrate.linears import STATIC, block, linears_for
 
 ModelOf = Callable[[str], Path]
 RECIPES = ["fp8-dynamic", "fp8-static", "fp8-block"]
-STATIC = QuantSpec(Granularity.TENSOR)
 TOKEN = QuantSpec(Granularity.TOKEN, dynamic=True)
 GROUP = QuantSpec(Granularity.GROUP, group_size=16, dynamic=True)
 
@@ -135,72 +132,6 @@ class TestSqnr:
 
     def test_of_noise_without_signal_is_minus_infinite(self) -> None:
         assert sqnr_db(torch.zeros(3), torch.ones(3)) == -inf
-
-
-def block(features: int = 32) -> tuple[nn.Module, dict[str, nn.Linear]]:
-    """An attention-like block: q, k and v read x, o reads another tensor."""
-    names = ("q_proj", "k_proj", "v_proj", "o_proj")
-    modules = {f"attn.{name}": nn.Linear(features, features) for name in names}
-    return nn.ModuleList(modules.values()), modules
-
-
-def linears_for(modules: dict[str, nn.Linear]) -> dict[str, QuantizedLinear]:
-    return {
-        name: QuantizedLinear(name, STATIC, torch.zeros(0), torch.ones(1), 0.0, 1.0, 0)
-        for name in modules
-    }
-
-
-class TestStaticInputs:
-    def test_scales_are_amax_of_all_inputs_and_shared_by_siblings(self) -> None:
-        _, modules = block()
-        linears, observers = linears_for(modules), InputObservers(modules)
-        seen: dict[str, list[Tensor]] = {name: [] for name in modules}
-        for number in range(3):
-            x = torch.randn(2, 5, 32) * (number + 1)
-            for name, module in modules.items():
-                mine = x if name != "attn.o_proj" else x * 10
-                module(mine)
-                seen[name].append(mine)
-        observers.finish(linears, STATIC)
-        for name, linear in linears.items():
-            amax = torch.cat(seen[name]).abs().max().item()
-            assert linear.input_amax == amax
-            expected = reference.stored_scale(np.array([amax]))
-            assert np.array_equal(linear.input_scale.double().numpy(), expected)
-        assert linears["attn.o_proj"].input_amax > linears["attn.q_proj"].input_amax
-
-    def test_siblings_with_different_inputs_share_the_largest(self) -> None:
-        _, modules = block()
-        linears, observers = linears_for(modules), InputObservers(modules)
-        for size, module in enumerate(modules.values(), start=1):
-            module(torch.full((1, 4, 32), float(size)))
-        observers.finish(linears, STATIC)
-        assert [linear.input_amax for linear in linears.values()] == [3, 3, 3, 4]
-
-    def test_observing_changes_no_output_and_leaves_no_hook(self) -> None:
-        _, modules = block()
-        module, x = modules["attn.q_proj"], torch.randn(3, 32)
-        before, observers = module(x), InputObservers({"attn.q_proj": module})
-        assert torch.equal(module(x), before)
-        observers.finish(linears_for({"attn.q_proj": module}), STATIC)
-        assert not module._forward_pre_hooks
-
-    def test_a_module_no_token_reached_is_named(self) -> None:
-        _, modules = block()
-        observers = InputObservers(modules)
-        modules["attn.q_proj"](torch.ones(1, 32))
-        with pytest.raises(CalibrationError, match=r"no calibration token reached attn\.k_proj"):
-            observers.finish(linears_for(modules), STATIC)
-
-    @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-    def test_an_input_that_is_not_finite_is_named(self, bad: float) -> None:
-        _, modules = block()
-        observers = InputObservers(modules)
-        for module in modules.values():
-            module(torch.full((1, 32), bad))
-        with pytest.raises(CalibrationError, match=r"input of attn\.q_proj .*NaN or infinite"):
-            observers.finish(linears_for(modules), STATIC)
 
 
 def oracle_input(x: Tensor, tile: tuple[int, int], scale: Tensor | None = None) -> Tensor:

@@ -46,7 +46,7 @@ def test_kv_scales_and_input_ranges_are_those_on_disk(report: Report) -> None:
         for module in layer["modules"]:
             scale = reader.tensor(f"{module['name']}.input_scale").item()
             # A scale is rounded up to bfloat16, by less than one step of 2**-7.
-            assert scale / (1 + 2**-7) <= module["input_amax"] / 448 <= scale
+            assert scale / (1 + 2**-7) <= module["input_range"] / 448 <= scale
 
 
 def test_weight_errors_are_those_of_the_stored_weights(tiny_llama: Path, report: Report) -> None:
