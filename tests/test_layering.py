@@ -18,7 +18,7 @@ SHARED = (
 )  # fmt: skip
 OPS = (
     "extension", "op_checks", "outliers", "ops", "dense_ops", "attention_ops", "cache_ops",
-    "row_ops", "scaled_ops", "sampling_ops", "decoder_ops", "probe_ops",
+    "row_ops", "scaled_ops", "block_ops", "sampling_ops", "decoder_ops", "probe_ops",
 )  # fmt: skip
 RUNTIME = (
     "errors", "numerics", "scheme", "shards", "checkpoint", "model_names", "experts",
@@ -74,6 +74,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "cache_ops": ("errors", "numerics", *OPS),
     "row_ops": ("errors", "numerics", *OPS),
     "scaled_ops": ("errors", "numerics", *OPS),
+    "block_ops": ("errors", "numerics", *OPS),
     "sampling_ops": (),
     "decoder_ops": ("errors", "numerics", *OPS),
     "probe_ops": OPS,

@@ -42,6 +42,9 @@ struct ScaledMmCollectives {
       cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(
           sizeof(typename Epilogue::SharedStorage))>,
       MainloopSchedule>::CollectiveOp;
+
+  // All scales are the epilogue's; see block_scaled_mm_sm90.cuh for others.
+  static void set_scales(typename Mainloop::Arguments&, const ScaledMmProblem&) {}
 };
 
 }  // namespace quantkit::cuda

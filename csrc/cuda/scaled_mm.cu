@@ -1,5 +1,6 @@
 // y = activation((a @ weight.T) * a_scale * weight_scale + bias), both operands in E4M3: argument
-// checks, choice of the kernel, launch. The kernels are in scaled_mm_*_sm*.cu.
+// checks, choice of the kernel, launch. The kernels are in scaled_mm_*_sm*.cu. block_scaled_mm is the
+// same with scales that change along K, block_scaled_mm_*_sm*.cu.
 
 #include <climits>
 
@@ -12,6 +13,7 @@ namespace quantkit::cuda {
 namespace {
 
 constexpr int64_t kAlignment = 16;  // bytes; of addresses and, TMA's rule, of rows
+constexpr int64_t kScaleBlock = 128;
 
 // The kernel of a tile; none where the library was built without its architecture.
 std::optional<ScaledMmKernel> kernel_of(ScaledMmTile tile) {
@@ -117,22 +119,62 @@ const ScaledMmTileShape& named_tile(const char* op, int architecture, const std:
   fail(op, "tile", "one of " + names, "'" + name + "'");
 }
 
+std::string capability_text(const DeviceProperties& device) {
+  return "compute capability " + std::to_string(device.architecture / 10) + "." +
+         std::to_string(device.architecture % 10);
+}
+
+// The kernel, or, where there is none, the reason.
+ScaledMmKernel built_kernel(const char* op, const DeviceProperties& device,
+                            const std::optional<ScaledMmKernel>& kernel) {
+  if (!kernel.has_value()) {
+    fail(op, "the GPU", "one that this library was built for (see QUANTKIT_CUDA_ARCHS)",
+         capability_text(device));
+  }
+  return *kernel;
+}
+
 ScaledMmKernel choose_kernel(const char* op, const DeviceProperties& device, int64_t m, int64_t n,
                              const std::string* tile) {
   const ScaledMmTileShape* shape =
       tile != nullptr ? &named_tile(op, device.architecture, *tile)
                       : choose_scaled_mm_tile(device.architecture, device.multiprocessors, m, n);
-  const std::string actual = "compute capability " + std::to_string(device.architecture / 10) +
-                             "." + std::to_string(device.architecture % 10);
   if (shape == nullptr) {
     fail(op, "the GPU", "of compute capability 8.9, 9.0, 10.0 or 12.0 (FP8 matrix instructions)",
-         actual);
+         capability_text(device));
   }
-  const std::optional<ScaledMmKernel> kernel = kernel_of(shape->tile);
-  if (!kernel.has_value()) {
-    fail(op, "the GPU", "one that this library was built for (see QUANTKIT_CUDA_ARCHS)", actual);
+  return built_kernel(op, device, kernel_of(shape->tile));
+}
+
+ScaledMmKernel block_kernel(const char* op, const DeviceProperties& device) {
+  if (device.architecture != 90) {
+    fail(op, "the GPU", "of compute capability 9.0", capability_text(device));
   }
-  return *kernel;
+#ifdef QK_HAS_SM90A
+  return block_scaled_mm_128x128x128_sm90a();
+#else
+  return built_kernel(op, device, std::nullopt);
+#endif
+}
+
+// Runs a kernel, in memory of its own where it needs some.
+void run_kernel(const char* op, const ScaledMmKernel& kernel, const ScaledMmProblem& problem,
+                const Launch& launch, const Tensor& a) {
+  const auto bytes = static_cast<int64_t>(kernel.workspace_size(problem));
+  void* workspace = nullptr;
+  std::optional<Tensor> memory;
+  if (bytes > 0) {
+    memory = torch::stable::new_empty(a, {bytes}, ScalarType::Byte);
+    workspace = memory->mutable_data_ptr();
+  }
+  const char* error = kernel.run(problem, workspace, launch.stream());
+  if (error != nullptr) throw std::runtime_error(std::string(op) + ": CUTLASS: " + error);
+}
+
+void check_out_dtype(const char* op, ScalarType dtype) {
+  if (dtype != ScalarType::BFloat16 && dtype != ScalarType::Half) {
+    fail(op, "dtype", "bfloat16 or float16", dtype_text(dtype));
+  }
 }
 
 Tensor run(const char* op, const Tensor& a, const Tensor& a_scale, const Tensor& weight,
@@ -146,9 +188,7 @@ Tensor run(const char* op, const Tensor& a, const Tensor& a_scale, const Tensor&
   check_sizes(op, a, weight);
   check_scales(op, a_scale, weight_scale, m, n);
   const int kind = activation_kind(op, activation);
-  if (dtype != ScalarType::BFloat16 && dtype != ScalarType::Half) {
-    fail(op, "dtype", "bfloat16 or float16", dtype_text(dtype));
-  }
+  check_out_dtype(op, dtype);
   const Launch launch = launch_on(
       op, a,
       {{"a_scale", a_scale}, {"weight", weight}, {"weight_scale", weight_scale}, {"bias", bias}});
@@ -173,15 +213,7 @@ Tensor run(const char* op, const Tensor& a, const Tensor& a_scale, const Tensor&
                                 .device = launch.device(),
                                 .multiprocessors = device.multiprocessors,
                                 .band = scaled_mm_band(m, n)};
-  const auto bytes = static_cast<int64_t>(kernel.workspace_size(problem));
-  void* workspace = nullptr;
-  std::optional<Tensor> memory;
-  if (bytes > 0) {
-    memory = torch::stable::new_empty(a, {bytes}, ScalarType::Byte);
-    workspace = memory->mutable_data_ptr();
-  }
-  const char* error = kernel.run(problem, workspace, launch.stream());
-  if (error != nullptr) throw std::runtime_error(std::string(op) + ": CUTLASS: " + error);
+  run_kernel(op, kernel, problem, launch, a);
   return out;
 }
 
@@ -197,6 +229,56 @@ Tensor scaled_mm_tile(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_sca
                       std::optional<Tensor> bias, ScalarType dtype, std::string activation,
                       std::string tile) {
   return run("scaled_mm_tile", a, a_scale, weight, weight_scale, bias, dtype, activation, &tile);
+}
+
+// The same with scales that change along K: weight_scale [N / 128, K / 128], each for a block of 128
+// rows and columns; a_scale [K / 128, M rounded up to 4], each for 128 columns of a row of a.
+Tensor block_scaled_mm(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale,
+                       std::optional<Tensor> bias, ScalarType dtype) {
+  const char* op = "block_scaled_mm";
+  check_codes(op, "weight", weight, "[N, K]", -1);
+  const int64_t n = weight.size(0);
+  const int64_t k = weight.size(1);
+  check_codes(op, "a", a, "[M, K]", k);
+  const int64_t m = a.size(0);
+  check_sizes(op, a, weight);
+  if (k % kScaleBlock != 0) {
+    fail(op, "weight", "of K a multiple of 128", shape_text(weight.sizes()));
+  }
+  check_dtype(op, "a_scale", a_scale, ScalarType::Float);
+  check_shape(op, "a_scale", a_scale, "[K / 128, M rounded up to 4]",
+              {k / kScaleBlock, (m + 3) / 4 * 4});
+  check_layout(op, "a_scale", a_scale);
+  check_aligned(op, "a_scale", a_scale);
+  check_dtype(op, "weight_scale", weight_scale, ScalarType::Float);
+  check_shape(op, "weight_scale", weight_scale, "[ceil(N / 128), K / 128]",
+              {(n + kScaleBlock - 1) / kScaleBlock, k / kScaleBlock});
+  check_layout(op, "weight_scale", weight_scale);
+  check_out_dtype(op, dtype);
+  const Launch launch = launch_on(
+      op, a,
+      {{"a_scale", a_scale}, {"weight", weight}, {"weight_scale", weight_scale}, {"bias", bias}});
+  const std::optional<Tensor> shift = float_bias(op, bias, n);
+  Tensor out = torch::stable::new_empty(a, {m, n}, dtype);
+  if (m == 0 || n == 0) return out;
+  const DeviceProperties& device = launch.properties();
+  const ScaledMmProblem problem{.a = a.const_data_ptr(),
+                                .a_scale = data<float>(a_scale),
+                                .weight = weight.const_data_ptr(),
+                                .weight_scale = data<float>(weight_scale),
+                                .bias = data<float>(shift),
+                                .out = out.mutable_data_ptr(),
+                                .m = m,
+                                .n = n,
+                                .k = k,
+                                .a_scale_per_row = false,
+                                .half_out = dtype == ScalarType::Half,
+                                .activation = kNoActivation,
+                                .device = launch.device(),
+                                .multiprocessors = device.multiprocessors,
+                                .band = scaled_mm_band(m, n)};
+  run_kernel(op, block_kernel(op, device), problem, launch, a);
+  return out;
 }
 
 }  // namespace quantkit::cuda

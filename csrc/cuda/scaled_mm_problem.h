@@ -1,6 +1,8 @@
 // What every scaled_mm kernel is given, and what it gives. No torch, no CUTLASS.
 //
 //   out[m, n] = activation(sum_k a[m, k] * weight[n, k] * a_scale[m] * weight_scale[n] + bias[n])
+//
+// block_scaled_mm is given scales that change along k: block_scaled_mm_sm90.cuh.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -44,6 +44,7 @@ struct ScaledMmTma {
     arguments.mainloop.ptr_B = static_cast<const Code*>(kSwap ? problem.a : problem.weight);
     arguments.mainloop.dB = cutlass::make_cute_packed_stride(typename Kernel::StrideB{},
                                                              cute::make_shape(columns, k, 1));
+    Collectives::set_scales(arguments.mainloop, problem);
     arguments.epilogue.thread = Collectives::Tree::arguments(problem);
     arguments.epilogue.ptr_D = static_cast<Out*>(problem.out);
     arguments.epilogue.dD = cutlass::make_cute_packed_stride(typename Kernel::StrideD{},

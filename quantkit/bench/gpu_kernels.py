@@ -18,17 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.attention_ops import paged_attention
+from quantkit.block_ops import BLOCK, block_scaled_mm, quantize_groups
 from quantkit.numerics import E4M3
 from quantkit.ops import CUDA_FEW_ROWS, fp8_gated_linear, fp8_linear
 from quantkit.row_ops import QuantizedRows, add_rms_norm, gate_mul_quantize, quantize_rows
 from quantkit.runtime.shapes import ModelShape
-from quantkit.scaled_ops import scaled_mm
+from quantkit.scaled_ops import MULTIPLE, scaled_mm
 
 COLD_BYTES: Final = 1 << 30
 """What the inputs of one measurement add up to, where memory is the limit."""
 MIN_LAUNCHES: Final = 8
 WARM_SECONDS: Final = 0.02
-BLOCK: Final = 16
+CACHE_BLOCK: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,8 @@ def measure_gpu_kernels(
             if count <= CUDA_FEW_ROWS:
                 speeds.append(weights.few_rows(name, count, limits, repeats))
             speeds.append(weights.scaled_mm(name, count, limits, repeats))
+            if count > CUDA_FEW_ROWS and torch.cuda.get_device_capability(device) == (9, 0):
+                speeds += weights.in_blocks(name, count, limits, repeats)
         del weights
     for count in rows:
         speeds += _row_kernels(shape, count, limits, device, repeats)
@@ -186,6 +189,37 @@ class _Weights:
         torch_us = None if torch_taken is None else 1e6 * torch_taken
         return GpuKernelSpeed(f"w8a8 {name}", text, 1e6 * taken, rate, tflops, share, torch_us)
 
+    def in_blocks(
+        self, name: str, count: int, limits: GpuLimits, repeats: int
+    ) -> list[GpuKernelSpeed]:
+        """Measure both ways for weights in blocks of 128 x 128; see `runtime.block_linear`.
+
+        Codes times codes, rounding the inputs included; and a bf16 product after decoding.
+        """
+        if self.columns % BLOCK or self.out % MULTIPLE:
+            return []
+        x = torch.randn(count, self.columns, device=self.device).bfloat16()
+        blocks = torch.rand(-(-self.out // BLOCK), self.columns // BLOCK, device=self.device) * 0.01
+        scale = blocks.repeat_interleave(BLOCK, dim=0)[: self.out].contiguous()
+        chosen = self._codes[: MIN_LAUNCHES if count >= 512 else None]
+
+        def codes(weight: Tensor) -> Tensor:
+            return block_scaled_mm(quantize_groups(x), weight, blocks, None, x.dtype)
+
+        speeds = []
+        for kind, run in (
+            ("codes", codes),
+            ("decoded", lambda weight: fp8_linear(x, weight, scale, None, BLOCK)),
+        ):
+            taken = seconds_of([partial(run, weight) for weight in chosen], repeats)
+            rate = self.out * self.columns / taken / 1e9
+            tflops = 2 * count * self.out * self.columns / taken / 1e12
+            share = max(rate / limits.copy_gb_per_second, tflops / limits.fp8_tflops)
+            text = f"{count} x {self.columns} x {self.out}"
+            kernel = f"blocks, {kind}: {name}"
+            speeds.append(GpuKernelSpeed(kernel, text, 1e6 * taken, rate, tflops, share))
+        return speeds
+
 
 def _row_kernels(
     shape: ModelShape, count: int, limits: GpuLimits, device: torch.device, repeats: int
@@ -219,11 +253,11 @@ def _attention(
 ) -> GpuKernelSpeed:
     """Measure one decode step of attention over a cold cache."""
     heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
-    blocks = -(-context // BLOCK)
+    blocks = -(-context // CACHE_BLOCK)
     quantized = kind == E4M3.dtype
-    size = batch * blocks * BLOCK * kv_heads * head_dim * kind.itemsize
+    size = batch * blocks * CACHE_BLOCK * kv_heads * head_dim * kind.itemsize
     copies = max(2, min(64, COLD_BYTES // (2 * size)))
-    cache_shape = (batch * blocks, BLOCK, kv_heads, head_dim)
+    cache_shape = (batch * blocks, CACHE_BLOCK, kv_heads, head_dim)
 
     def new() -> Tensor:
         if quantized:

@@ -22,6 +22,7 @@ from quantkit.checkpoint import (
     QuantizedWeight,
 )
 from quantkit.errors import CheckpointError
+from quantkit.runtime.block_linear import BlockLinear, codes_from
 from quantkit.runtime.kv_cache import Scales
 from quantkit.runtime.layers import DenseLinear, Fp8Linear, Linear, check_codes
 from quantkit.runtime.scaled_linear import ScaledLinear
@@ -171,6 +172,10 @@ class WeightReader:
         scaled = ScaledLinear.wrap(layer, self._few_rows)
         if scaled is not None:
             return scaled
+        from_rows = codes_from(self._few_rows, self.device)
+        blocks = None if from_rows is None else BlockLinear.wrap(layer, from_rows)
+        if blocks is not None:
+            return blocks
         return layer.without_input_quantizer() if self._few_rows else layer
 
     def kv_scales(self, layers: Iterable[int]) -> list[Scales]:

@@ -56,6 +56,9 @@ RULES = (
     Rule("scaled_mm_*_sm89", "", r"QMMA\.16832\.F32\.E4M3\.E4M3"),
     Rule("scaled_mm_*_sm90a", "", r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3"),
     Rule("scaled_mm_*_sm90a", "", "UTMALDG"),
+    Rule("block_scaled_mm_*_sm90a", "", r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3"),
+    Rule("block_scaled_mm_*_sm90a", "", "UTMALDG"),
+    Rule("block_scaled_mm_*_sm90a", "", "LDGSTS"),  # of the weights' scales
     Rule("scaled_mm_*_sm100a", "", r"UTC\w*MMA"),
     Rule("scaled_mm_*_sm100a", "", "UTMALDG"),
     Rule("scaled_mm_*_sm120a", "", r"QMMA\."),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quantkit import numerics, ops
+from quantkit.block_ops import BLOCK, block_scaled_mm, quantize_groups
 from quantkit.row_ops import QuantizedRows, quantize_rows
 from quantkit.scaled_ops import scaled_mm
 from tests.gpu import oracles
@@ -176,3 +177,28 @@ def test_scaled_mm_of_no_rows_is_empty() -> None:
     assert scaled_mm(rows, codes, scale.view(-1), None, torch.bfloat16).shape == (0, 64)
     x = torch.empty(0, 32, device=DEVICE).bfloat16()
     assert ops.fp8_linear(x, codes, scale, None, 32).shape == (0, 64)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="a kernel of sm_90a",
+)
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(6144, 4096), (4096, 14336), (576, 128), (272, 1536), (16, 256)]
+)
+@pytest.mark.parametrize("count", [1, 3, 17, 64, 127, 128, 129, 1000])
+@HALVES
+def test_block_scaled_mm(dtype: torch.dtype, count: int, rows: int, columns: int) -> None:
+    codes, _ = random_weight(rows, columns, "e4m3", columns)
+    scale = torch.rand(-(-rows // BLOCK), columns // BLOCK, device=DEVICE) * 0.01 + 0.001
+    x = torch.randn(count, columns, device=DEVICE).bfloat16()
+    x[:, :BLOCK] *= 100
+    given, bias = quantize_groups(x), torch.randn(rows, device=DEVICE)
+    actual = block_scaled_mm(given, codes, scale, bias, dtype)
+    left = oracles.code_values(given.codes, "e4m3")
+    left *= given.scales.double().repeat_interleave(BLOCK, dim=1)
+    right = oracles.code_values(codes, "e4m3")
+    right *= scale.double().repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)
+    # The tensor core's own accumulator holds 128 columns at most.
+    assert_sums(actual, left @ right.T + bias.double(), left.abs() @ right.abs().T, 2.0**-12)
+    assert torch.equal(actual, block_scaled_mm(given, codes, scale, bias, dtype))

@@ -3,6 +3,7 @@
 
 #include <cstdio>
 
+#include "block_scaled_mm_sm90.cuh"
 #include "scaled_mm_sm89.cuh"
 #include "scaled_mm_sm90.cuh"
 
@@ -35,6 +36,11 @@ using Cooperative = Sm90<Shape<_128, _256, _128>, Shape<_2, _1, _1>,
                          cutlass::epilogue::TmaWarpSpecializedCooperative, false>;
 using Ada = ScaledMmSm89<cutlass::gemm::GemmShape<16, 64, 128>,
                          cutlass::gemm::GemmShape<16, 64, 64>, 5>;
+
+using Blocks = ScaledMmTma<
+    BlockScaledCollectives<Shape<_128, _128, _128>, Shape<_1, _2, _1>,
+                           cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8Blockwise,
+                           cutlass::epilogue::TmaWarpSpecializedCooperative>>;
 
 constexpr int kM = 5, kN = 48, kK = 272;
 alignas(16) uint8_t a[kM * kK], weight[kN * kK];
@@ -100,6 +106,35 @@ void check_sm90(bool per_row, bool with_bias) {
   CHECK(Gemm::Gemm::can_implement(Gemm::arguments(odd)) != cutlass::Status::kSuccess);
 }
 
+// Scales along K: which number of a_scale [K / 128, 8] and weight_scale [N / 128, K / 128] each code
+// of a and weight meets.
+void check_blocks(bool with_bias) {
+  constexpr int kManyN = 272, kManyK = 384;  // two blocks and a part, three groups
+  ScaledMmProblem p = problem(false, with_bias);
+  p.n = kManyN, p.k = kManyK;
+  const auto given = Blocks::arguments(p);
+  CHECK(given.problem_shape == make_shape(kM, kManyN, kManyK, 1));
+  CHECK(given.mainloop.ptr_A == static_cast<void*>(a));
+  CHECK(given.mainloop.ptr_B == static_cast<void*>(weight));
+  CHECK(given.mainloop.ptr_SFA == a_scale && given.mainloop.ptr_SFB == weight_scale);
+  for (int k = 0; k < kManyK; k += 17) {
+    for (int m = 0; m < kM; ++m) {
+      CHECK(given.mainloop.layout_SFA(m, k, 0) == k / 128 * 8 + m);
+    }
+    for (int n = 0; n < kManyN; n += 13) {
+      CHECK(given.mainloop.layout_SFB(n, k, 0) == n / 128 * (kManyK / 128) + k / 128);
+    }
+  }
+  const auto& thread = given.epilogue.thread;
+  CHECK(get<1>(thread).ptr_row == nullptr && get<1>(thread).null_default == 1.0f);
+  CHECK(get<2>(thread).ptr_col == nullptr && get<2>(thread).null_default == 1.0f);
+  CHECK(get<3>(thread).ptr_row == (with_bias ? bias : nullptr));
+  CHECK(get<3>(thread).null_default == 0.0f);
+  CHECK(get<4>(thread).activation == 2 && get<4>(thread).half);
+  CHECK(Blocks::Gemm::can_implement(given) == cutlass::Status::kSuccess);
+  CHECK(Blocks::workspace_size(p) == 0);
+}
+
 void check_sm89(bool per_row, bool with_bias) {
   const auto given = Ada::arguments(problem(per_row, with_bias));
   CHECK(given.problem_size.m() == kM && given.problem_size.n() == kN &&
@@ -126,6 +161,7 @@ int main() {
       check_sm89(per_row, with_bias);
     }
   }
+  for (const bool with_bias : {false, true}) check_blocks(with_bias);
   std::printf("%d wrong\n", wrong);
   return wrong == 0 ? 0 : 1;
 }
