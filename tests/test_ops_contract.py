@@ -138,8 +138,9 @@ OTHER_KERNELS = {
 
 
 @pytest.mark.skipif(not extension.EXTENSION_LOADED, reason="nothing to choose from")
+@pytest.mark.parametrize("share", ["a third", pytest.param("all", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kernels", OTHER_KERNELS)
-def test_other_kernels_pass_the_same_tests(kernels: str) -> None:
+def test_other_kernels_pass_the_same_tests(kernels: str, share: str) -> None:
     names = (
         "test_ops.py",
         "test_outlier_ops.py",
@@ -156,10 +157,14 @@ def test_other_kernels_pass_the_same_tests(kernels: str) -> None:
         "-p",
         "no:cacheprovider",
         "-k",
-        "not other_kernels and not fake",
+        "not other_kernels and not fake and not in_a_process",
         *files,
     ]
-    result = run_python(pytest_again, OMP_NUM_THREADS="1", **OTHER_KERNELS[kernels])
+    if share != "all":
+        pytest_again += ["-p", "tests.one_in_three"]
+    # Each of them another third: what only one instruction set gets wrong is met sooner or later.
+    variables = {"ONE_IN_THREE": str(list(OTHER_KERNELS).index(kernels))}
+    result = run_python(pytest_again, OMP_NUM_THREADS="1", **variables, **OTHER_KERNELS[kernels])
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -188,13 +193,13 @@ print("refused")
     platform.system() != "Linux" or platform.machine() != "x86_64", reason="AMX is x86's"
 )
 @pytest.mark.skipif(not extension.EXTENSION_LOADED, reason="nothing would ask for it")
-def test_tiles_that_the_system_refuses_are_not_used() -> None:
+def test_in_a_process_whose_tiles_are_refused_they_are_not_used() -> None:
     result = run_python(["-c", REFUSE_TILES])
     assert result.stdout == "refused\n", result.stderr
 
 
 @pytest.mark.skipif(not extension.EXTENSION_LOADED, reason="no extension reads it")
-def test_an_unknown_instruction_set_is_an_error() -> None:
+def test_in_a_process_of_an_unknown_instruction_set_there_is_an_error() -> None:
     script = (
         "import torch; from quantkit import ops;"
         "w = torch.zeros(1, 1, dtype=torch.uint8);"
