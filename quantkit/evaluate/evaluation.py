@@ -32,12 +32,14 @@ from quantkit.evaluate.result import (
     Setting,
     Thresholds,
 )
+from quantkit.evaluate.saturation import SaturationSummary
 from quantkit.evaluate.scores import TokenScores
 from quantkit.evaluate.texts import Texts, load_texts
 from quantkit.evaluate.windows import Cutting
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.loading import load_engine
 from quantkit.runtime.model import Fp8Model
+from quantkit.runtime.saturation import Saturation
 from quantkit.scheme import Scheme
 from quantkit.shards import read_json
 
@@ -103,9 +105,13 @@ def evaluate(
     scheme = open_checkpoint(checkpoint).scheme
     source = None if reference is None else open_source(reference, trust_remote_code)
     inputs = input_activations(activations, scheme)
-    engines = {
-        kind: load_engine(checkpoint, device, dtype, kind, inputs, threads)
+    counting = {
+        kind: Saturation() if _is_static(scheme, kind, inputs) else None
         for kind in _kv_kinds(kv, scheme)
+    }
+    engines = {
+        kind: load_engine(checkpoint, device, dtype, kind, inputs, threads, saturation=saturation)
+        for kind, saturation in counting.items()
     }
     engine = next(iter(engines.values()))
     texts = load_texts(data, Fp8Model(engine, Path(checkpoint)).tokenizer, max_tokens)
@@ -130,7 +136,7 @@ def evaluate(
     original = None if source is None else _original(source, engine)
     scores = score_texts(original, _quantized(engines), texts, cutting, progress)
     context = _context(texts, cutting)
-    return _result(setting, original is not None, list(engines), scores, context, thresholds)
+    return _result(setting, original is not None, counting, scores, context, thresholds)
 
 
 def _quantized(engines: Mapping[str, Engine]) -> list[QuantizedModel]:
@@ -143,12 +149,12 @@ def _quantized(engines: Mapping[str, Engine]) -> list[QuantizedModel]:
 def _result(
     setting: Setting,
     compared: bool,
-    kinds: Sequence[str],
+    counting: Mapping[str, Saturation | None],
     scores: Sequence[TokenScores],
     context: Tensor,
     thresholds: Thresholds,
 ) -> Result:
-    """Take averages. `scores` are those of the original, if it was `compared`, then of `kinds`.
+    """Take averages. `scores` are those of the original, if it was `compared`, then of each kind.
 
     `context` says how many tokens each scored one has before it, int64 [n].
     """
@@ -159,11 +165,29 @@ def _result(
             Perplexity.of(found),
             Divergence.of(original, found) if original is not None else None,
             None if found.kl is None else Distribution.of(found.kl.numpy(), context.numpy()),
+            _summary(kv, saturation),
         )
-        for kv, found in zip(kinds, scores[int(compared) :], strict=True)
+        for (kv, saturation), found in zip(counting.items(), scores[int(compared) :], strict=True)
     ]
     perplexity = Perplexity.of(original) if original is not None else None
     return Result(setting, perplexity, measurements, thresholds)
+
+
+def _is_static(scheme: Scheme, kv: str, inputs: str) -> bool:
+    """Return whether values meet a scale that was fixed before: inputs, or keys and values."""
+    spec = scheme.inputs if inputs == "quantized" else None
+    return kv != "none" or (spec is not None and not spec.dynamic)
+
+
+def _summary(kv: str, saturation: Saturation | None) -> SaturationSummary | None:
+    """Sum up what was counted; says so where it is much."""
+    if saturation is None:
+        return None
+    summary = SaturationSummary(saturation.counts())
+    warning = summary.warning()
+    if warning is not None:
+        logger.warning("kv %s: %s", kv, warning)
+    return summary
 
 
 def _context(texts: Texts, cutting: Cutting) -> Tensor:

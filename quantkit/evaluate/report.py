@@ -28,6 +28,13 @@ def text_rows(result: Result) -> list[list[str]]:
     labels = _labels(result.original is not None)
     columns = [] if result.original is None else [_cells(result.original, None, len(labels))]
     columns += [_measured(measurement, len(labels)) for measurement in result.measurements]
+    if any(each.saturation is not None for each in result.measurements):
+        labels = [*labels, "values saturated"]
+        cells = [
+            "" if each.saturation is None else str(each.saturation) for each in result.measurements
+        ]
+        cells = cells if result.original is None else ["", *cells]
+        columns = [[*column, cell] for column, cell in zip(columns, cells, strict=True)]
     return [list(row) for row in zip(labels, *columns, strict=True)]
 
 

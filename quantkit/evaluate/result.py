@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quantkit.evaluate.distribution import Distribution
+from quantkit.evaluate.saturation import SaturationSummary
 from quantkit.evaluate.scores import TokenScores
 
 Values = NDArray[np.float64]
@@ -77,6 +78,7 @@ class Measurement:
     perplexity: Perplexity
     divergence: Divergence | None
     distribution: Distribution | None = None
+    saturation: SaturationSummary | None = None  # None where no scale is static
 
     def to_json(self) -> dict[str, Any]:
         """Return the averages, flat."""
@@ -172,6 +174,11 @@ class Result:
                 found.kv: asdict(found.distribution)
                 for found in self.measurements
                 if found.distribution is not None
+            },
+            "saturation": {
+                found.kv: found.saturation.to_json()
+                for found in self.measurements
+                if found.saturation is not None
             },
             "thresholds": asdict(self.thresholds),
             "violations": self.violations,

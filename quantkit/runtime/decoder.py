@@ -27,6 +27,7 @@ from quantkit.runtime.norms import Norm
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.rotation import Rotation, by_length
 from quantkit.runtime.rotation_switch import RotationSwitch
+from quantkit.runtime.saturation import Saturation
 from quantkit.runtime.scaled_linear import after_add_norm, after_norm
 from quantkit.runtime.shapes import ModelShape
 from quantkit.runtime.weights import WeightSource
@@ -52,6 +53,7 @@ class Decoder:
         kv_scales: Sequence[Scales] | None,
         kv_format: Format = E4M3,
         placement: Placement | None = None,
+        saturation: Saturation | None = None,
     ) -> None:
         self.shape = shape
         self._placement = placement or Placement.on(reader.device, shape.num_layers)
@@ -76,8 +78,10 @@ class Decoder:
         head_reader = reader.on(self.device)
         self._head = head_reader.head("lm_head", self._embedding.to(self.device), shape.tied)
         reader.check_all_used()
-        self._fused = self._fuse()
-        self._graphs = StepGraphs(self.run_step, self.device) if self._records() else None
+        # What does all at once does not count.
+        self._fused = self._fuse() if saturation is None else None
+        recorded = saturation is None and self._records()
+        self._graphs = StepGraphs(self.run_step, self.device) if recorded else None
         limit = shape.long_from
         self._switch = None if limit is None else RotationSwitch(self._append, limit)
         self._layout = CacheLayout(
@@ -89,6 +93,7 @@ class Decoder:
             scales=tuple(kv_scales) if kv_scales else None,
             fmt=kv_format,
             devices=self._placement.layers,
+            saturation=saturation,
         )
 
     def new_cache(self, num_sequences: int, max_tokens: int) -> PagedCache:

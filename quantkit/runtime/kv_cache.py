@@ -19,6 +19,7 @@ from quantkit.attention_ops import causal_attention, paged_attention
 from quantkit.cache_ops import kv_gather, rotary_append
 from quantkit.errors import CheckpointError, GenerationError
 from quantkit.numerics import E4M3, Format
+from quantkit.runtime.saturation import Saturation, keys_of, values_of
 
 BLOCK_SIZE = 16
 """Tokens per block: small enough to waste little, large enough for one gather per block."""
@@ -42,6 +43,7 @@ class CacheLayout:
     scales: tuple[Scales, ...] | None = None  # one entry per layer
     fmt: Format = E4M3  # of codes, where there are scales
     devices: tuple[torch.device, ...] | None = None  # one per layer, where not all are on `device`
+    saturation: Saturation | None = None  # counts what the scales cannot hold
 
     def __post_init__(self) -> None:
         """Raise CheckpointError unless there is one scale, or one per KV head, in each layer."""
@@ -198,7 +200,29 @@ class PagedCache:
         k_scale, v_scale = self._scales(layer)
         keys, values = self._keys[layer], self._values[layer]
         slots = step.slots
+        if self.layout.saturation is not None and k_scale is not None and v_scale is not None:
+            scales = (k_scale, v_scale)
+            self._count(self.layout.saturation, layer, scales, qkv, norms, angles, heads)
         return rotary_append(qkv, *norms, angles, keys, values, k_scale, v_scale, slots, heads)
+
+    def _count(
+        self,
+        saturation: Saturation,
+        layer: int,
+        scales: Scales,
+        qkv: Tensor,
+        norms: tuple[Tensor | None, Tensor | None, float],
+        angles: tuple[Tensor, Tensor] | None,
+        heads: int,
+    ) -> None:
+        """Count what the scales cannot hold, in keys and values that are stored as they are."""
+        size = (1, len(qkv), self.layout.num_kv_heads, self.layout.head_dim)
+        keys, values = qkv.new_empty(size), qkv.new_empty(size)
+        slots = torch.arange(len(qkv), device=qkv.device)
+        rotary_append(qkv, *norms, angles, keys, values, None, None, slots, heads)
+        named = ((keys_of(layer), keys), (values_of(layer), values))
+        for (name, stored), scale in zip(named, scales, strict=True):
+            saturation.count(name, stored, (scale * self.layout.fmt.max).view(-1, 1))
 
     def attend(
         self,

@@ -19,6 +19,7 @@ from quantkit.decoder_ops import StepLinear
 from quantkit.errors import CheckpointError
 from quantkit.numerics import Format, amax_to_scale, decode, fake_quantize, tile_amax
 from quantkit.outliers import Outliers
+from quantkit.runtime.saturation import Saturation
 from quantkit.scheme import QuantSpec
 
 if TYPE_CHECKING:
@@ -51,15 +52,20 @@ class InputQuantizer:
 
     `scale` is float32 [1] when the spec is static, otherwise None. A dynamic spec takes its scale
     from each token or group; with granularity *tensor* it would depend on the other rows of the
-    batch, so there every token is scaled on its own too.
+    batch, so there every token is scaled on its own too. What a static scale cannot hold is
+    counted in `saturation`, under `name`.
     """
 
     spec: QuantSpec
     scale: Tensor | None = None
+    name: str = ""
+    saturation: Saturation | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return what is left of x. Shapes: [num_tokens, in_features], dtype of x."""
         if self.scale is not None:
+            if self.saturation is not None:
+                self.saturation.count(self.name, x, self.scale * self.spec.fmt.max)
             whole = (x.shape[0], x.shape[1])
             return fake_quantize(x, self.scale.view(1, 1), self.spec.fmt, whole)
         tile = (1, self.spec.group_size or x.shape[1])
@@ -111,7 +117,7 @@ class Fp8Linear:
         bias = None if self.bias is None else self.bias.to(device)
         inputs = self.inputs
         if inputs is not None and inputs.scale is not None:
-            inputs = InputQuantizer(inputs.spec, inputs.scale.to(device))
+            inputs = replace(inputs, scale=inputs.scale.to(device))
         outliers = None if self.outliers is None else self.outliers.to(device)
         codes, scale = self.codes.to(device), self.scale.to(device)
         return Fp8Linear(codes, scale, self.group_size, bias, inputs, outliers)
@@ -139,6 +145,12 @@ class Fp8Linear:
     def scaled(self, num_rows: int) -> None:
         """Return None: inputs are rounded, if at all, to values of their own dtype."""
         return None
+
+    def counting(self, name: str, saturation: Saturation) -> Fp8Linear:
+        """Return the layer with the saturation of its inputs counted under `name`."""
+        if self.inputs is None:
+            return self
+        return replace(self, inputs=replace(self.inputs, name=name, saturation=saturation))
 
     def without_input_quantizer(self) -> Fp8Linear:
         """Return the layer for inputs as they are."""

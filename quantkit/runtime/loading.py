@@ -22,6 +22,7 @@ from quantkit.runtime.engine import Engine
 from quantkit.runtime.placement import DeviceMap, Placement, mapped_devices, place
 from quantkit.runtime.rope import rotary_frequencies
 from quantkit.runtime.rotation import Rotation
+from quantkit.runtime.saturation import Saturation
 from quantkit.runtime.shapes import model_shape, parse_config
 from quantkit.runtime.weights import WeightReader
 from quantkit.scheme import QuantSpec
@@ -44,6 +45,7 @@ def load_engine(
     activations: str = "auto",
     threads: int | None = None,
     device_map: str | DeviceMap | None = None,
+    saturation: Saturation | None = None,
 ) -> Engine:
     """Load a quantized checkpoint for inference.
 
@@ -60,6 +62,8 @@ def load_engine(
             CPU; a GPU then rounds where it is faster, with more than `ops.CUDA_FEW_ROWS` tokens.
         threads: CPU threads of torch, for the whole process; None leaves them.
         device_map: what goes to which GPU, in place of `device`; see `quantkit.load_fp8`.
+        saturation: counts inputs, keys and values that static scales cannot hold, as the model
+            runs; slower, and a GPU then multiplies the rounded inputs in 16 bits.
 
     Raises CheckpointError, with the file or tensor, if the checkpoint is damaged or incomplete, and
     UnsupportedError for an option or a model that quantkit cannot serve.
@@ -78,7 +82,7 @@ def load_engine(
     in_8_bits = all(_multiplies_8_bits(target, values) for target in targets)
     inputs = _input_spec(checkpoint, activations, in_8_bits)
     few_rows = (CUDA_FEW_ROWS if activations == "auto" else 0) if in_8_bits else None
-    reader = WeightReader(checkpoint, targets[0], values, inputs, few_rows)
+    reader = WeightReader(checkpoint, targets[0], values, inputs, few_rows, saturation)
     quantize_kv = kv != "none" and checkpoint.scheme.kv is not None
     return _build(reader, quantize_kv, device_map)
 
@@ -135,7 +139,7 @@ def _build(reader: WeightReader, quantize_kv: bool, device_map: str | DeviceMap 
         Rotation(frequencies, factor) for frequencies, factor in rotary_frequencies(config)
     ]
     fmt = E4M3 if kv is None else kv.fmt
-    return Decoder(reader, shape, rotations, scales, fmt, placement)
+    return Decoder(reader, shape, rotations, scales, fmt, placement, reader.saturation)
 
 
 @lru_cache(maxsize=2)

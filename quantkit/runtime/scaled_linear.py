@@ -42,8 +42,13 @@ class ScaledLinear:
 
     @classmethod
     def wrap(cls, layer: Fp8Linear, few_rows: int) -> Self | None:
-        """Return the layer with its input quantizer put to work; None if that does not fit."""
-        if layer.inputs is None or layer.outliers is not None or layer.scale.shape[1] != 1:
+        """Return the layer with its input quantizer put to work; None if that does not fit.
+
+        Nor does it where saturation is counted: kernels that round do not count.
+        """
+        if layer.inputs is None or layer.inputs.saturation is not None:
+            return None
+        if layer.outliers is not None or layer.scale.shape[1] != 1:
             return None
         if layer.codes.dtype != E4M3.dtype or not _scales_whole_rows(layer.inputs.spec):
             return None

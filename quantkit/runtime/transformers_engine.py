@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from quantkit.runtime.kv_cache import Scales
 from quantkit.runtime.layers import Linear
 from quantkit.runtime.module_places import ModulePlaces
 from quantkit.runtime.placement import DeviceMap
+from quantkit.runtime.saturation import Saturation, keys_of, values_of
 from quantkit.runtime.weights import WeightReader
 
 UNLIMITED = 2**31 - 1
@@ -53,12 +55,20 @@ class RoundingCache(DynamicCache):  # type: ignore[misc]
     """A transformers cache that keeps every token, and rounds what it stores to 8 bits.
 
     `scales` maps the number of a layer to its k_scale and v_scale; other layers are not rounded.
+    What the scales cannot hold is counted in `saturation`.
     """
 
-    def __init__(self, config: Any, scales: dict[int, Scales], fmt: Format = E4M3) -> None:
+    def __init__(
+        self,
+        config: Any,
+        scales: dict[int, Scales],
+        fmt: Format = E4M3,
+        saturation: Saturation | None = None,
+    ) -> None:
         super().__init__(config=config)
         self.scales = scales
         self.fmt = fmt
+        self.saturation = saturation
         # A sliding layer drops old tokens and could not be rolled back. The mask hides them too.
         self.layers: list[Any] = [
             DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer
@@ -71,6 +81,12 @@ class RoundingCache(DynamicCache):  # type: ignore[misc]
         """Append to a layer. Shapes: [1, num_kv_heads, num_tokens, head_dim]."""
         if layer_idx in self.scales:
             k_scale, v_scale = self.scales[layer_idx]
+            if self.saturation is not None:
+                for name, states, scale in (
+                    (keys_of(layer_idx), key_states, k_scale),
+                    (values_of(layer_idx), value_states, v_scale),
+                ):
+                    self.saturation.count(name, states, (scale * self.fmt.max).view(-1, 1, 1))
             key_states, value_states = (
                 _rounded(key_states, k_scale, self.fmt),
                 _rounded(value_states, v_scale, self.fmt),
@@ -96,14 +112,10 @@ class RoundingCache(DynamicCache):  # type: ignore[misc]
 class SequentialCache:
     """One transformers cache per sequence; implements SequenceCache."""
 
-    def __init__(
-        self, num_sequences: int, config: Any, scales: dict[int, Scales], fmt: Format = E4M3
-    ) -> None:
-        self._config = config
-        self._scales = scales
+    def __init__(self, num_sequences: int, new: Callable[[], RoundingCache]) -> None:
+        self._new = new
         self._lengths = [0] * num_sequences
-        self._fmt = fmt
-        self._caches = [RoundingCache(config, scales, fmt) for _ in range(num_sequences)]
+        self._caches = [new() for _ in range(num_sequences)]
 
     @property
     def lengths(self) -> list[int]:
@@ -132,7 +144,7 @@ class SequentialCache:
 
     def release(self, sequence: int) -> None:
         """Forget `sequence`; it may be used again."""
-        self._caches[sequence] = RoundingCache(self._config, self._scales, self._fmt)
+        self._caches[sequence] = self._new()
         self._lengths[sequence] = 0
 
 
@@ -152,6 +164,7 @@ class TransformersEngine:
         self.device = reader.device
         self.dtype = reader.dtype
         self._config = config
+        self._saturation = reader.saturation
         self._scales: dict[int, Scales] = {}
         kv = reader.checkpoint.scheme.kv
         self._kv_format = E4M3 if kv is None else kv.fmt
@@ -166,7 +179,8 @@ class TransformersEngine:
 
     def new_cache(self, num_sequences: int, max_tokens: int) -> SequentialCache:
         """Return an empty cache; it grows as needed."""
-        return SequentialCache(num_sequences, self._config, self._scales, self._kv_format)
+        new = partial(RoundingCache, self._config, self._scales, self._kv_format, self._saturation)
+        return SequentialCache(num_sequences, new)
 
     @torch.inference_mode()
     def forward(

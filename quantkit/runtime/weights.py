@@ -25,6 +25,7 @@ from quantkit.errors import CheckpointError
 from quantkit.runtime.block_linear import BlockLinear, codes_from
 from quantkit.runtime.kv_cache import Scales
 from quantkit.runtime.layers import DenseLinear, Fp8Linear, Linear, check_codes
+from quantkit.runtime.saturation import Saturation
 from quantkit.runtime.scaled_linear import ScaledLinear
 from quantkit.scheme import QuantSpec
 
@@ -66,7 +67,7 @@ class WeightReader:
 
     `inputs` says how to round the inputs of linears, if at all. They are multiplied in 8 bits where
     there are more than `few_rows` rows, and fewer are left alone; with None they are rounded to
-    values of their own dtype.
+    values of their own dtype. `saturation` counts inputs that static scales cannot hold.
     """
 
     def __init__(
@@ -76,11 +77,13 @@ class WeightReader:
         dtype: torch.dtype,
         inputs: QuantSpec | None = None,
         few_rows: int | None = None,
+        saturation: Saturation | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.device = device
         self.dtype = dtype
         self.inputs = inputs
+        self.saturation = saturation
         self._few_rows = few_rows
         self._quantized = frozenset(checkpoint.quantized)
         self._used: set[str] = set()
@@ -135,7 +138,10 @@ class WeightReader:
                 self._quantized_weight(module, (count, columns), bias)
                 for module, count in zip(modules, rows, strict=True)
             ]
-            return self._on_device(Fp8Linear.stack(weights, self.inputs))
+            layer = Fp8Linear.stack(weights, self.inputs)
+            if self.saturation is not None:
+                layer = layer.counting(modules[0], self.saturation)
+            return self._on_device(layer)
         if any(quantized):
             raise CheckpointError(
                 f"{modules[quantized.index(True)]} is quantized and "
