@@ -118,7 +118,7 @@ class HeadRunner:
 
         Shapes: [rows, hidden_size] -> float32 [rows, vocab].
         """
-        narrow = _apply(self._output, hidden.float())
+        narrow = _apply(self._output, hidden, torch.float32)
         wide = narrow.new_full((len(hidden), self.shape.vocab_size), -torch.inf)
         return wide.index_copy_(1, self._token_ids, narrow)
 
@@ -236,6 +236,6 @@ def _linear(weight: Tensor, device: torch.device) -> StepLinear:
     return StepLinear(codes.to(device), scale.to(device), None, weight.shape[1])
 
 
-def _apply(linear: StepLinear, x: Tensor) -> Tensor:
+def _apply(linear: StepLinear, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     assert linear.scale is not None
-    return ops.fp8_linear(x, linear.weight, linear.scale, None, linear.group_size)
+    return ops.fp8_linear(x, linear.weight, linear.scale, None, linear.group_size, dtype=dtype)
