@@ -10,7 +10,7 @@ modules, no state here.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from math import ceil
 from typing import Final
 
@@ -30,6 +30,9 @@ CPU; where `multiplies_many_rows` says so, it always does. Also the most tokens 
 as one op, see `quantkit.decoder_ops`."""
 CUDA_FEW_ROWS: Final = 16
 """The same on a GPU; measured on an H200."""
+SM80_FEW_ROWS: Final = 64
+"""The same on GPUs that cannot multiply in 8 bits (sm_80 to sm_87): what they can do otherwise,
+decode first, moves five times the bytes. Not measured."""
 
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "silu": F.silu,
@@ -60,7 +63,7 @@ def fp8_linear(
     contiguous. Returns (num_tokens, out_features) in `dtype`, by default x's; float32 keeps every
     bit of the sums (on a CPU). `outliers` adds `x[:, columns] @ outliers.weight` before that.
 
-    Up to `FEW_ROWS` rows (on a GPU `CUDA_FEW_ROWS`, in 16 bits), and on CPUs with a matrix unit any
+    Up to `FEW_ROWS` rows (on a GPU `cuda_few_rows`, in 16 bits), and on CPUs with a matrix unit any
     number of bfloat16 rows: float32 accumulation and one rounding at the end. Otherwise the weight
     is rounded to x's dtype first, and torch multiplies. With the compiled kernels for CPUs a row is
     the same bits whatever rows it shares the call with, but for this: a matrix unit, which takes
@@ -105,8 +108,17 @@ def fp8_gated_linear(
 def decodes_inside(x: Tensor, weight: Tensor, group_size: int) -> bool:
     """Return whether a kernel that decodes weights inside the product is the one for x [M, K]."""
     if x.is_cuda:  # its kernel multiplies in 16 bits
-        return x.shape[0] <= CUDA_FEW_ROWS and x.dtype != torch.float32
+        return x.dtype != torch.float32 and x.shape[0] <= cuda_few_rows(x.device)
     return x.shape[0] <= FEW_ROWS or multiplies_many_rows(x, weight, group_size)
+
+
+@cache
+def cuda_few_rows(device: torch.device) -> int:
+    """Return for how many rows of x a GPU decodes inside the product."""
+    if not torch.cuda.is_available():  # a tensor without data
+        return CUDA_FEW_ROWS
+    older = torch.cuda.get_device_capability(device) < (8, 9)
+    return SM80_FEW_ROWS if older else CUDA_FEW_ROWS
 
 
 def multiplies_many_rows(x: Tensor, weight: Tensor, group_size: int) -> bool:

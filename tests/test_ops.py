@@ -407,3 +407,16 @@ def test_nothing_is_read_beyond_the_end_of_the_weight(columns: int) -> None:
             assert (layer.linear(torch.ones(batch, columns, dtype=dtype)) == columns).all()
         dense = ops.dequantize_weight(weight, layer.scale, columns, torch.bfloat16)
         assert (dense == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows"), [((8, 0), 64), ((8, 6), 64), ((8, 9), 16), ((9, 0), 16), ((12, 0), 16)]
+)
+def test_gpus_without_8_bit_products_decode_inside_for_more_rows(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], rows: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    ops.cuda_few_rows.cache_clear()
+    assert ops.cuda_few_rows(torch.device("cuda", 0)) == rows
+    ops.cuda_few_rows.cache_clear()
