@@ -13,6 +13,7 @@ STABLE_TORCH_LIBRARY_IMPL(quantkit, CPU, library) {
   library.impl("multiplies_many_rows", TORCH_BOX(&quantkit::multiplies_many_rows));
   library.impl("dequantize_weight", TORCH_BOX(&quantkit::dequantize_weight));
   library.impl("decoder_step", TORCH_BOX(&quantkit::decoder_step));
+  library.impl("expert_mlps", TORCH_BOX(&quantkit::expert_mlps));
   library.impl("rms_norm", TORCH_BOX(&quantkit::rms_norm));
   library.impl("add_rms_norm", TORCH_BOX(&quantkit::add_rms_norm));
   library.impl("gate_mul", TORCH_BOX(&quantkit::gate_mul));

@@ -137,16 +137,20 @@ def _outliers(columns: Tensor, weight: Tensor) -> Outliers | None:
     return Outliers(columns, weight) if columns.numel() else None
 
 
-def _apply(linear: Sequence[Tensor], group_size: int, x: Tensor) -> Tensor:
+def apply_linear(
+    linear: Sequence[Tensor], group_size: int, x: Tensor, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return y of a linear given by its five tensors, see `StepLinear`, in `dtype` or x's."""
     weight, scale, bias, *outliers = linear
     maybe_bias = bias if bias.numel() else None
     if scale.numel() == 0:
-        return dense_ops.linear(x, weight, maybe_bias)
+        return dense_ops.linear(x, weight, maybe_bias, dtype)
     apart = _outliers(*outliers)
-    return ops.fp8_linear(x, weight, scale, maybe_bias, group_size, outliers=apart)
+    return ops.fp8_linear(x, weight, scale, maybe_bias, group_size, dtype, apart)
 
 
-def _apply_gated(linear: Sequence[Tensor], group_size: int, x: Tensor, activation: str) -> Tensor:
+def apply_gated(linear: Sequence[Tensor], group_size: int, x: Tensor, activation: str) -> Tensor:
+    """Return act(gate) * up of a linear given by its five tensors."""
     weight, scale, bias, *outliers = linear
     maybe_bias = bias if bias.numel() else None
     if scale.numel() == 0:
@@ -186,7 +190,7 @@ def decoder_step_reference(
         groups, (window, angles) = numbers[6 * layer :][:4], numbers[6 * layer :][4:6]
         keys, values, *both = caches[4 * layer : 4 * layer + 4]
         k_scale, v_scale = (scale if scale.numel() else None for scale in both)
-        qkv = _apply(w[1:6], groups[0], _normed(hidden, w[0], eps))
+        qkv = apply_linear(w[1:6], groups[0], _normed(hidden, w[0], eps))
         by_head = qkv.view(hidden.shape[0], heads + 2 * kv_heads, head_dim)
         parts = torch.split(by_head, [heads, kv_heads, kv_heads], dim=1)
         query, key = (
@@ -201,9 +205,9 @@ def decoder_step_reference(
             query, keys, values, k_scale, v_scale, block_tables, lengths, query_starts,
             softmax_scale, window or None, softcap,
         )  # fmt: skip
-        hidden = hidden + _normed(_apply(w[8:13], groups[1], attended.flatten(1)), w[24], eps)
-        inner = _apply_gated(w[14:19], groups[2], _normed(hidden, w[13], eps), activation)
-        hidden = hidden + _normed(_apply(w[19:24], groups[3], inner), w[25], eps)
+        hidden = hidden + _normed(apply_linear(w[8:13], groups[1], attended.flatten(1)), w[24], eps)
+        inner = apply_gated(w[14:19], groups[2], _normed(hidden, w[13], eps), activation)
+        hidden = hidden + _normed(apply_linear(w[19:24], groups[3], inner), w[25], eps)
     return rms_norm(hidden, final_norm, eps)
 
 

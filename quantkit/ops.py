@@ -228,7 +228,7 @@ def _fp8_gated_linear_reference(
     _check_linear(op, x, weight, weight_scale, bias, group_size)
     if weight.shape[0] % 2:
         fail(op, "weight", "gate rows then as many up rows", list(weight.shape))
-    _check_activation(op, activation)
+    check_activation(op, activation)
     outliers = check_outliers(op, outlier_columns, outlier_weight, weight.shape)
     both = _linear_float32(x, weight, weight_scale, bias, group_size, outliers)
     return gate(both, activation).to(x.dtype)
@@ -257,7 +257,7 @@ def _gate_mul_reference(both: Tensor, activation: str) -> Tensor:
     check_tensor(op, "both", both, "[num_tokens, 2 * intermediate]", (None, None))
     if both.shape[1] % 2:
         fail(op, "both", "gate columns then as many up columns", list(both.shape))
-    _check_activation(op, activation)
+    check_activation(op, activation)
     return gate(both.float(), activation).to(both.dtype)
 
 
@@ -321,7 +321,8 @@ torch.library.register_fake("quantkit::multiplies_many_rows", _multiplies_many_r
 torch.library.register_fake("quantkit::gate_mul", _gate_mul_fake)
 
 
-def _check_activation(op: str, activation: str) -> None:
+def check_activation(op: str, activation: str) -> None:
+    """Raise UnsupportedError unless `activation` is a key of ACTIVATIONS."""
     if activation not in ACTIVATIONS:
         actual = f"{activation!r}{nearest(activation, ACTIVATIONS)}"
         fail(op, "activation", "silu, gelu, gelu_tanh or relu", actual)

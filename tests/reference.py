@@ -142,6 +142,28 @@ def outliers(x: Float64, columns: NDArray[np.int64], weight: Float64) -> Float64
     return y
 
 
+def expert_mlps(
+    x: Float64,
+    numbers: NDArray[np.int64],
+    weights: Float64,
+    experts: list[tuple[Float64, Float64]],
+    activation: str,
+) -> Float64:
+    """Return the weighted sums of what the chosen experts make of each token.
+
+    Shapes: x [M, H]; numbers and weights [M, k]; an expert's matrices [2 * I, H], [H, I]. A number
+    beyond the last expert's stands for none.
+    """
+    y = np.zeros_like(x)
+    for token in range(x.shape[0]):
+        for number, weight in zip(numbers[token], weights[token], strict=True):
+            if number < len(experts):
+                gate_up, down = experts[number]
+                inner = gated(x[token : token + 1] @ gate_up.T, activation)
+                y[token] += weight * (inner @ down.T)[0]
+    return y
+
+
 ACTIVATIONS: dict[str, Callable[[Float64], Float64]] = {
     "silu": lambda z: z / (1 + np.exp(-z)),
     "gelu": lambda z: z * 0.5 * (1 + np.vectorize(math.erf, otypes=[np.float64])(z / np.sqrt(2))),

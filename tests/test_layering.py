@@ -18,7 +18,8 @@ SHARED = (
 )  # fmt: skip
 OPS = (
     "extension", "op_checks", "outliers", "ops", "dense_ops", "attention_ops", "cache_ops",
-    "row_ops", "scaled_ops", "block_ops", "sampling_ops", "decoder_ops", "probe_ops",
+    "row_ops", "scaled_ops", "block_ops", "sampling_ops", "decoder_ops", "expert_ops",
+    "probe_ops",
 )  # fmt: skip
 RUNTIME = (
     "errors", "numerics", "scheme", "shards", "checkpoint", "model_names", "experts",
@@ -77,6 +78,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "block_ops": ("errors", "numerics", *OPS),
     "sampling_ops": (),
     "decoder_ops": ("errors", "numerics", *OPS),
+    "expert_ops": OPS,
     "probe_ops": OPS,
     "runtime": RUNTIME,
     "speculative": (*RUNTIME, "staging", "speculative"),

@@ -7,6 +7,7 @@
 #include "cache_view.h"
 #include "linear.h"
 #include "ops.h"
+#include "step_linear.h"
 
 namespace quantkit {
 namespace {
@@ -114,28 +115,6 @@ NormWeight head_norm_weight(const Tensor& weight, int64_t heads, int64_t head_di
   return norm_weight(weight, together ? heads * head_dim : head_dim, hidden);
 }
 
-// weights[0..4]: weight, scale, bias and outliers of one linear layer; negative rows admit any
-// number.
-LinearTask linear_task(const Tensor* weights, int64_t group_size, int64_t rows, int64_t columns,
-                       FloatType type) {
-  LinearTask task{};
-  const bool scaled = weights[1].numel() > 0;
-  task.weight = scaled ? weight_matrix(kOp, weights[0], weights[1], group_size)
-                       : float_matrix(kOp, weights[0]);
-  check_shape(kOp, "weight", weights[0], "[N, K]", {rows, columns});
-  if (weights[2].numel() > 0) {
-    check_shape(kOp, "bias", weights[2], "[N]", {task.weight.rows});
-    check_layout(kOp, "bias", weights[2]);
-    task.bias_type = float_type(kOp, "bias", weights[2].scalar_type());
-    task.bias = weights[2].const_data_ptr();
-  }
-  if (weights[3].numel() > 0) {
-    task.outliers = checked_outliers(kOp, weights[3], weights[4], task.weight.rows, columns);
-  }
-  task.out_type = type;
-  return task;
-}
-
 Layer checked_layer(const Tensor* weights, const Tensor* caches, const int64_t* numbers,
                     const Sizes& sizes, const Tensor& hidden, Activation activation) {
   Layer layer{};
@@ -146,7 +125,7 @@ Layer checked_layer(const Tensor* weights, const Tensor* caches, const int64_t* 
   layer.attention_norm = norm_weight(weights[kAttentionNorm], sizes.hidden, hidden);
   layer.mlp_norm = norm_weight(weights[kMlpNorm], sizes.hidden, hidden);
   const auto linear = [&](LayerTensor at, LayerNumber group, int64_t rows, int64_t columns) {
-    return linear_task(weights + at, numbers[group], rows, columns, sizes.type);
+    return step_linear(kOp, weights + at, numbers[group], rows, columns, sizes.type);
   };
   layer.qkv = linear(kQkv, kQkvGroup, sizes.qkv(), sizes.hidden);
   layer.out = linear(kOut, kOutGroup, sizes.hidden, sizes.query());

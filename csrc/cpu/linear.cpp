@@ -1,4 +1,4 @@
-// fp8_linear, linear and their gated forms: checks, packing of x, threads. The arithmetic is in
+// fp8_linear, linear and their gated forms: checks, buffers, threads. The arithmetic is in
 // kernel_template.h.
 
 #include "linear.h"
@@ -7,124 +7,30 @@
 
 #include "buffer.h"
 #include "checks.h"
+#include "linear_pass.h"
 #include "ops.h"
-#include "outliers.h"
 
 namespace quantkit {
 namespace {
 
-// Weight bytes that a thread takes at a time: a microsecond or two of reading.
-constexpr int64_t kUnitBytes = 32 * 1024;
-
-enum class Kind { kPlain, kGated };
-
-// Runs a kernel over all rows of x, KernelSet::max_batch at a time, its features split over threads.
-void run_rows(LinearTask task, const Rows& x, int64_t features, const KernelSet& kernels,
-              Team& team, Kind kind) {
-  const auto kernel = kind == Kind::kGated ? kernels.gated_linear : kernels.linear;
-  const int64_t columns = task.weight.columns;
-  const auto* x_data = static_cast<const char*>(x.data);
-  auto* out_data = static_cast<char*>(task.out);
-  const int64_t feature_bytes =
-      task.weight.rows / features * columns * bytes_of(task.weight.format) + 1;
-  const int64_t step = (kUnitBytes / feature_bytes / kRowsPerUnit + 1) * kRowsPerUnit;
-  const float* outlier_x = task.outlier_x;
-  Buffer packed;
-  Buffer sums;
-  int64_t sums_size = 0;
-  for (int64_t row = 0; row < x.batch; row += kernels.max_batch) {
-    task.batch = static_cast<int>(std::min<int64_t>(kernels.max_batch, x.batch - row));
-    const PackTask pack{.x = x_data + row * columns * bytes_of(x.type),
-                        .type = x.type,
-                        .format = task.weight.format,
-                        .batch = task.batch,
-                        .columns = columns,
-                        .group_size = task.weight.group_size};
-    if (packed == nullptr) {  // later passes are no larger
-      packed = aligned_buffer(kernels.packed_size(pack));
-      sums_size = outlier_sums_size(task, std::min(step, features), kind == Kind::kGated);
-      sums = aligned_buffer(sums_size * team.size());
-    }
-    kernels.pack(pack, packed.get());
-    task.x = packed.get();
-    task.outlier_x = outlier_x + row * task.outliers.count;
-    task.out = out_data + row * features * bytes_of(task.out_type);
-    team.for_each((features + step - 1) / step, [&](int64_t unit, int64_t worker) {
-      const int64_t begin = unit * step;
-      const int64_t end = std::min(begin + step, features);
-      if (task.outliers.count == 0) return kernel(task, begin, end);
-      features_with_outliers(
-          task, begin, end, kind == Kind::kGated, kernels, sums.get() + worker * sums_size,
-          [&](const LinearTask& part) { kernels.linear(part, 0, part.features); });
-    });
-  }
-}
-
-// The same with tiles.
-void run_tiles(LinearTask task, const Rows& x, int64_t features, const KernelSet& set, Team& team,
-               Kind kind) {
-  constexpr int64_t kTileRows = 16;
-  const TileKernels& kernels = *set.tiles;
-  const auto kernel = kind == Kind::kGated ? kernels.gated_linear : kernels.linear;
-  const int64_t columns = task.weight.columns;
-  const auto* x_data = static_cast<const char*>(x.data);
-  auto* out_data = static_cast<char*>(task.out);
-  const int64_t most = std::min(kernels.max_batch(columns), x.batch);
-  // Outlier columns come between the product and the gate: gates and ups are products of their own.
-  const bool gated_kernel = kind == Kind::kGated && task.outliers.count == 0;
-  const float* outlier_x = task.outlier_x;
+void run(const LinearCall& call, const KernelSet& kernels, Team& team) {
+  if (call.empty()) return;
   Buffer packed;
   Buffer scratch;
-  Buffer sums;
-  int64_t sums_size = 0;
-  for (int64_t row = 0; row < x.batch; row += most) {
-    task.batch = static_cast<int>(std::min(most, x.batch - row));
-    const PackTask pack{.x = x_data + row * columns * bytes_of(x.type),
-                        .type = x.type,
-                        .format = task.weight.format,
-                        .batch = task.batch,
-                        .columns = columns,
-                        .group_size = task.weight.group_size};
-    const int64_t size = (kernels.scratch_size(task) + 15) / 16 * 16;
+  int64_t scratch_size = 0;
+  const int64_t rows = rows_of_pass(call, kernels);
+  for (int64_t row = 0; row < call.x.batch; row += rows) {
+    LinearPass pass = pass_at(call, row, kernels);
     if (packed == nullptr) {  // later passes are no larger
-      packed = aligned_buffer(kernels.packed_size(pack));
-      scratch = aligned_buffer(size * team.size());
-      sums_size = outlier_sums_size(task, kernels.step(task, gated_kernel), kind == Kind::kGated);
-      sums = aligned_buffer(sums_size * team.size());
+      packed = aligned_buffer(pass.buffer_size());
+      scratch_size = pass.scratch_size();
+      if (scratch_size > 0) scratch = aligned_buffer(scratch_size * team.size());
     }
-    team.for_each((task.batch + kTileRows - 1) / kTileRows,
-                  [&](int64_t tile, int64_t) { kernels.pack(pack, tile, packed.get()); });
-    task.x = packed.get();
-    task.out = out_data + row * features * bytes_of(task.out_type);
-    task.outlier_x = outlier_x + row * task.outliers.count;
-    const int64_t step = kernels.step(task, gated_kernel);
-    team.for_each((features + step - 1) / step, [&](int64_t unit, int64_t worker) {
-      const int64_t begin = unit * step;
-      const int64_t end = std::min(begin + step, features);
-      float* own = scratch.get() + worker * size;
-      if (task.outliers.count == 0) return kernel(task, begin, end, own);
-      features_with_outliers(
-          task, begin, end, kind == Kind::kGated, set, sums.get() + worker * sums_size,
-          [&](const LinearTask& part) { kernels.linear(part, 0, part.features, own); });
+    pass.use(packed.get());
+    team.for_each(pass.pack_units(), [&](int64_t unit, int64_t) { pass.pack_unit(unit); });
+    team.for_each(pass.units(), [&](int64_t unit, int64_t worker) {
+      pass.multiply(unit, scratch.get() + worker * scratch_size);
     });
-  }
-}
-
-bool fits_tiles(const KernelSet& kernels, FloatType x, const WeightMatrix& weight) {
-  return kernels.tiles != nullptr && kernels.tiles->takes(x, weight);
-}
-
-void run(LinearTask task, const Rows& x, int64_t features, const KernelSet& kernels, Team& team,
-         Kind kind) {
-  if (x.batch == 0 || features == 0) return;
-  task.features = features;
-  task.x_type = x.type;
-  const Buffer outlier_x = gather_outliers(x, task.weight.columns, task.outliers, team);
-  task.outlier_x = outlier_x.get();
-  if (fits_tiles(kernels, x.type, task.weight) && x.batch >= kernels.tiles->fewest_rows) {
-    run_tiles(task, x, features, kernels, team, kind);
-  } else {
-    run_rows(task, x, features, kernels, team, kind);
   }
 }
 
@@ -195,11 +101,11 @@ bool multiplies_many_rows(Tensor x, Tensor weight, int64_t group_size) {
 }
 
 void run_linear(LinearTask task, const Rows& x, const KernelSet& kernels, Team& team) {
-  run(task, x, task.weight.rows, kernels, team, Kind::kPlain);
+  run({task, x, false}, kernels, team);
 }
 
 void run_gated_linear(LinearTask task, const Rows& x, const KernelSet& kernels, Team& team) {
-  run(task, x, task.weight.rows / 2, kernels, team, Kind::kGated);
+  run({task, x, true}, kernels, team);
 }
 
 Tensor fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,

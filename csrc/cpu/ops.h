@@ -74,6 +74,11 @@ torch::stable::Tensor decoder_step(
     torch::stable::Tensor query_starts, int64_t heads, int64_t kv_heads, double eps,
     double softmax_scale, std::string activation, std::optional<double> softcap);
 
+torch::stable::Tensor expert_mlps(torch::stable::Tensor x, torch::stable::Tensor numbers,
+                                  torch::stable::Tensor weights,
+                                  std::vector<torch::stable::Tensor> linears,
+                                  std::vector<int64_t> group_sizes, std::string activation);
+
 torch::stable::Tensor read_memory(torch::stable::Tensor x);
 
 }  // namespace quantkit

@@ -1,42 +1,29 @@
 #include "outliers.h"
 
-#include <algorithm>
-
 #include "float16.h"
 
 namespace quantkit {
 namespace {
 
-// Rows that a thread takes at a time.
-constexpr int64_t kRowsAtOnce = 16;
-
 template <class T>
-void gather(const T* x, int64_t rows, int64_t columns, const OutlierMatrix& outliers, float* out) {
-  for (int64_t row = 0; row < rows; ++row, x += columns) {
-    for (int64_t i = 0; i < outliers.count; ++i) *out++ = to_float(x[outliers.columns[i]]);
+void gather(const PackTask& x, const OutlierMatrix& outliers, int64_t first, int64_t last,
+            float* out) {
+  out += first * outliers.count;
+  for (int64_t row = first; row < last; ++row) {
+    const T* source = static_cast<const T*>(x.x) + row * x.columns;
+    for (int64_t i = 0; i < outliers.count; ++i) *out++ = to_float(source[outliers.columns[i]]);
   }
 }
 
 }  // namespace
 
-Buffer gather_outliers(const Rows& x, int64_t columns, const OutlierMatrix& outliers, Team& team) {
-  if (outliers.count == 0) return nullptr;
-  Buffer gathered = aligned_buffer(x.batch * outliers.count);
-  team.for_each((x.batch + kRowsAtOnce - 1) / kRowsAtOnce, [&](int64_t unit, int64_t) {
-    const int64_t first = unit * kRowsAtOnce;
-    const int64_t rows = std::min(kRowsAtOnce, x.batch - first);
-    const auto* data = static_cast<const char*>(x.data) + first * columns * bytes_of(x.type);
-    float* out = gathered.get() + first * outliers.count;
-    switch (x.type) {
-      case FloatType::kFloat32:
-        return gather(reinterpret_cast<const float*>(data), rows, columns, outliers, out);
-      case FloatType::kBFloat16:
-        return gather(reinterpret_cast<const BFloat16*>(data), rows, columns, outliers, out);
-      case FloatType::kFloat16:
-        return gather(reinterpret_cast<const Half*>(data), rows, columns, outliers, out);
-    }
-  });
-  return gathered;
+void gather_outliers(const PackTask& x, const OutlierMatrix& outliers, int64_t first, int64_t last,
+                     float* out) {
+  switch (x.type) {
+    case FloatType::kFloat32: return gather<float>(x, outliers, first, last, out);
+    case FloatType::kBFloat16: return gather<BFloat16>(x, outliers, first, last, out);
+    case FloatType::kFloat16: return gather<Half>(x, outliers, first, last, out);
+  }
 }
 
 LinearTask part_of(const LinearTask& task, int64_t row, int64_t rows, float* sums) {

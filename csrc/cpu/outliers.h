@@ -2,13 +2,13 @@
 // the one rounding, for a unit of features at a time, while its sums are in cache.
 #pragma once
 
-#include "buffer.h"
-#include "linear.h"
+#include "kernels.h"
 
 namespace quantkit {
 
-// x in the outlier columns, float32 [x.batch, outliers.count]; null without outliers.
-Buffer gather_outliers(const Rows& x, int64_t columns, const OutlierMatrix& outliers, Team& team);
+// Rows [first, last) of out, float32 [batch, outliers.count]: x in the outlier columns.
+void gather_outliers(const PackTask& x, const OutlierMatrix& outliers, int64_t first, int64_t last,
+                     float* out);
 
 // Floats that features_with_outliers() needs for up to `features` at a time.
 inline int64_t outlier_sums_size(const LinearTask& task, int64_t features, bool gated) {

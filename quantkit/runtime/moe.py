@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quantkit.expert_ops import ExpertLinears, expert_mlps
 from quantkit.experts import route
+from quantkit.ops import FEW_ROWS
 from quantkit.runtime.layers import DenseLinear, Linear
 from quantkit.runtime.mlp import GatedMlp, PlainMlp, read_mlp
 from quantkit.runtime.norms import Norm
@@ -37,6 +40,37 @@ class Router:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupedExperts:
+    """Experts whose linears one op runs, on a CPU."""
+
+    linears: ExpertLinears
+    activation: str
+    many_rows: bool  # the op is fast with any number of rows an expert
+
+    @classmethod
+    def of(
+        cls, experts: Sequence[GatedMlp | PlainMlp], dtype: torch.dtype
+    ) -> GroupedExperts | None:
+        """Return the experts for tokens of that dtype; None if the op does not know their kind."""
+        gated = [expert for expert in experts if isinstance(expert, GatedMlp)]
+        steps = [step for step in (expert.for_step() for expert in gated) if step is not None]
+        if not steps or len(steps) < len(experts):
+            return None
+        linears = ExpertLinears.of(steps)
+        return cls(linears, gated[0].activation, linears.multiply_many_rows(dtype))
+
+    def take(self, numbers: Tensor) -> bool:
+        """Return whether the op is the faster one for the chosen experts [num_tokens, chosen]."""
+        if self.many_rows or numbers.numel() <= FEW_ROWS:
+            return True
+        return int(numbers.flatten().bincount().max()) <= FEW_ROWS
+
+    def __call__(self, x: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+        """Return the weighted sum of what the chosen experts make of x; see `route`."""
+        return expert_mlps(x, numbers, weights, self.linears, self.activation)
+
+
+@dataclass(frozen=True, slots=True)
 class SharedExpert:
     """`sigmoid(gate(x)) * mlp(x)`, beside what the router chose."""
 
@@ -55,6 +89,7 @@ class RoutedMlp:
     router: Router
     experts: tuple[GatedMlp | PlainMlp, ...]
     shared: SharedExpert | None
+    grouped: GroupedExperts | None
 
     @classmethod
     def read(
@@ -65,13 +100,16 @@ class RoutedMlp:
         base = f"{layer}.{names.block}"
         sizes = (hidden, experts.intermediate_size)
         gate = reader.tensor(f"{base}.gate.weight", (experts.count, hidden))
+        mlps = tuple(
+            read_mlp(reader, f"{base}.experts.{number}", sizes, names.mlp, shape.activation)
+            for number in range(experts.count)
+        )
+        on_cpu = reader.device.type == "cpu"
         return cls(
             Router(DenseLinear(gate), experts.chosen, experts.normalizes, names.rounds),
-            tuple(
-                read_mlp(reader, f"{base}.experts.{number}", sizes, names.mlp, shape.activation)
-                for number in range(experts.count)
-            ),
+            mlps,
             cls._read_shared(reader, shape, experts.shared_size, base),
+            GroupedExperts.of(mlps, reader.dtype) if on_cpu else None,
         )
 
     @staticmethod
@@ -95,7 +133,10 @@ class RoutedMlp:
         else:
             total, normed = norm.after_add(hidden, delta)
         numbers, weights = self.router(normed)
-        result = route(normed, numbers, weights, self.experts)
+        if self.grouped is not None and self.grouped.take(numbers):
+            result = self.grouped(normed, numbers, weights)
+        else:
+            result = route(normed, numbers, weights, self.experts)
         return total, result if self.shared is None else result + self.shared(normed)
 
     def for_step(self) -> None:
