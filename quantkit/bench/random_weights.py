@@ -57,18 +57,22 @@ class RandomWeights:
         few_rows: int = CUDA_FEW_ROWS,
         seed: int = 0,
     ) -> None:
-        self.device = device
+        self.device = torch.empty(0, device=device).device  # with the number of its GPU
         self.dtype = dtype
         self._quantized = quantized
         self._few_rows = few_rows
-        self._seed = seed
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self._generator = torch.Generator(self.device).manual_seed(seed)
+        self._elsewhere: dict[torch.device, RandomWeights] = {}
 
     def on(self, device: torch.device) -> RandomWeights:
-        """Return a source of the same kind on another device."""
+        """Return a source of the same kind on another device; always the same one."""
         if device == self.device:
             return self
-        return RandomWeights(device, self.dtype, self._quantized, self._few_rows, self._seed + 1)
+        if device not in self._elsewhere:
+            seed = 1 + len(self._elsewhere)
+            other = RandomWeights(device, self.dtype, self._quantized, self._few_rows, seed)
+            self._elsewhere[device] = other
+        return self._elsewhere[device]
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return random values; about 1 for norms."""
