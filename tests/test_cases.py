@@ -32,6 +32,7 @@ from quantkit.errors import CheckpointError, DataError, QuantKitError, RecipeErr
 from quantkit.scheme import Granularity, QuantSpec
 from quantkit.shards import ShardReader
 from tests import checkpoints, reference, tiny
+from tests.calibrate import models
 from tests.checkpoints import reference_model
 
 CASES = "01 03 04 06 08 09 10 11 13 14 15 17 18 20 22 23 25 26 27 28 30 32 34 35 37 38 40 42 43 45"
@@ -257,10 +258,64 @@ def test_b09_fused_projections_keep_names_shapes_and_one_scale_a_row(
     assert_loads_everywhere(tmp_path / "out")
 
 
+def unfused(source: Path, target: Path) -> Path:
+    """Save a Phi-3 as the Llama that computes the same."""
+    config = transformers.LlamaConfig(**{**tiny.LLAMA, "rms_norm_eps": 1e-5})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    sizes = {"qkv_proj": (64, 32, 32), "gate_up_proj": (96, 96)}
+    tensors = {}
+    for name, tensor in tensors_of(source).items():
+        fused = next((leaf for leaf in parts if f".{leaf}." in name), None)
+        pieces = tensor.split(sizes[fused]) if fused else (tensor,)
+        for leaf, piece in zip(parts[fused] if fused else ("",), pieces, strict=True):
+            tensors[name.replace(fused, leaf) if fused else name] = piece
+    model.load_state_dict(tensors)
+    model.save_pretrained(target)
+    return tiny.save_tokenizer(target)
+
+
+def test_b09_key_and_value_scales_are_those_of_the_unfused_model(tmp_path: Path, run: Run) -> None:
+    source = build(tmp_path / "model", "Phi3Config")
+    other = unfused(source, tmp_path / "other")
+    both = [
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for folder in (source, other)
+    ]
+    assert relative_error(*map(logits, both)) < 1e-5
+    one, two = (tensors_of(run(folder, folder.name + "-fp8")) for folder in (source, other))
+    for number in (0, 1):
+        for leaf in ("k_scale", "v_scale"):
+            name = f"model.layers.{number}.self_attn.{leaf}"
+            assert one[name].item() == pytest.approx(two[name].item(), rel=0.01)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-dynamic", "fp8-static"])
+@pytest.mark.parametrize("kind", ["gpt-neox", "falcon"])
+def test_b09_interleaved_heads_keep_their_matrix_too(
+    tmp_path: Path, run: Run, kind: str, recipe: str
+) -> None:
+    """Falcon has one head of keys and of values, 64 + 16 + 16 rows; GPT-NeoX has four of each."""
+    config = (checkpoints.OTHERS | models.CONFIGS)[kind]()
+    stored = tensors_of(run(tiny.save_model(tmp_path / "model", config), recipe=recipe))
+    [name] = [
+        n
+        for n in stored
+        if "layers.0." in n.replace("h.0.", "layers.0.") and n.endswith("query_key_value.weight")
+    ]
+    rows = {"gpt-neox": 192, "falcon": 96}[kind]
+    assert stored[name].shape == (rows, 64)
+    assert stored[f"{name}_scale"].shape == ((rows, 1) if recipe == "fp8-dynamic" else (1,))
+    assert_loads_everywhere(tmp_path / "out")
+
+
 class TestB10AlreadyQuantized:
     @pytest.mark.parametrize("recipe", RECIPES)
     def test_b10_a_our_own_output_is_refused(self, tiny_llama: Path, run: Run, recipe: str) -> None:
         out = run(tiny_llama, recipe=recipe)
+        text = (out / "config.json").read_text()
+        assert text.count("quantization_config") == text.count("quant_method") == 1
+        assert config_of(out)["quantization_config"]["quant_method"] == "compressed-tensors"
         with pytest.raises(SourceError, match=r"'compressed-tensors'.*already quantized"):
             run(out, "again", data=["/not/read.txt"])
 
@@ -396,6 +451,21 @@ def test_b14_nan_or_inf_stops_at_load_with_its_place(
     place = f"{list(index)}".replace("[", r"\[").replace("]", r"\]")
     with pytest.raises(SourceError, match=rf"{name} has {words} of \d+ values, .* {place}"):
         run(folder, data=["/not/read.txt"])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0, -1.0])
+def test_b14_a_scale_that_is_no_scale_stops_the_run_by_name(
+    tiny_llama: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    """Whatever made it: nothing with such a scale is written."""
+
+    def wrong(amax: Tensor, fmt: Any) -> Tensor:
+        return torch.full_like(amax.float(), value)
+
+    monkeypatch.setattr("quantkit.calibrate.weight_tiers.amax_to_scale", wrong)
+    with pytest.raises(QuantKitError, match=r"model\.layers\.0\.\w+\.\w+_proj\.weight_scale has"):
+        run(tiny_llama, tiers="none", kv="none")
     assert not (tmp_path / "out").exists()
 
 
@@ -668,55 +738,7 @@ class TestB25KvScales:
 
 
 class TestB28DiskFull:
-    @pytest.fixture
-    def small_disk(self, tmp_path: Path) -> Iterator[Path]:
-        """A file system of 1 MB, where mounting one is allowed."""
-        folder = tmp_path / "disk"
-        folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-        mounted = (
-            shutil.which("mount") and not subprocess.run(command, capture_output=True).returncode
-        )
-        if not mounted:
-            pytest.skip("cannot mount a file system here")
-        yield folder
-        subprocess.run(["umount", str(folder)], check=True)
-
-    def test_b28_too_little_space_is_said_with_numbers_and_can_be_mended(
-        self, tiny_llama: Path, calibration_file: Path, small_disk: Path
-    ) -> None:
-        options: dict[str, Any] = {"samples": 4, "progress": False}
-        options |= {"data": [str(calibration_file)]}
-        ballast = small_disk / "ballast"
-        ballast.write_bytes(bytes(950_000))
-        with pytest.raises(
-            CheckpointError, match=r"needs [\d,]+ bytes and the disk has [\d,]+ free"
-        ):
-            calibrate(tiny_llama, small_disk / "out", **options)
-        assert list(small_disk.iterdir()) == [ballast]
-        ballast.unlink()
-        calibrate(tiny_llama, small_disk / "out", **options)
-        assert open_checkpoint(small_disk / "out").quantized
-
-    def test_b28_a_disk_that_fills_up_meanwhile_keeps_the_earlier_result(
-        self,
-        tiny_llama: Path,
-        calibration_file: Path,
-        small_disk: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        options: dict[str, Any] = {"samples": 4, "progress": False}
-        options |= {"data": [str(calibration_file)]}
-        out = small_disk / "out"
-        calibrate(tiny_llama, out, **options)
-        before = {path.name: path.read_bytes() for path in out.iterdir()}
-        free = shutil.disk_usage(small_disk).free
-        (small_disk / "ballast").write_bytes(bytes(free - 20_000))
-        monkeypatch.setattr("quantkit.calibrate.pipeline.check_free_space", lambda *args: None)
-        with pytest.raises(CheckpointError, match=r"cannot write .*disk.*(bytes|space)"):
-            calibrate(tiny_llama, out, **options)
-        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
-        assert sorted(path.name for path in small_disk.iterdir()) == ["ballast", "out"]
+    """What there is on a disk; `test_small_disk` has disks that are full."""
 
     @pytest.mark.parametrize("kind", ["file", "link", "foreign", "below-a-file"])
     def test_b28_a_destination_that_is_not_ours_is_refused_untouched(

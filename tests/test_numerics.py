@@ -137,14 +137,14 @@ def test_encoding_other_dtypes_equals_encoding_their_float32(
 
 
 @pytest.mark.parametrize("value", EDGES)
-def test_everything_beyond_the_range_saturates(value: float) -> None:
+def test_b23_everything_beyond_the_range_saturates(value: float) -> None:
     for fmt in FORMATS.values():
         x = torch.tensor([max(value, fmt.max), -max(value, fmt.max)])
         assert decode(encode(x, fmt), fmt).tolist() == [fmt.max, -fmt.max]
 
 
 @EVERY_FORMAT
-def test_nan_stays_nan_and_zero_keeps_its_sign(fmt: Format) -> None:
+def test_b23_nan_stays_nan_and_zero_keeps_its_sign(fmt: Format) -> None:
     x = torch.tensor([float("nan"), -float("nan"), 0.0, -0.0])
     assert decode(encode(x, fmt), fmt)[:2].isnan().all()
     assert bits(encode(x, fmt))[2:].tolist() == [0x00, 0x80]
@@ -368,7 +368,7 @@ def test_nan_in_a_tile_shows_in_its_amax_only() -> None:
     assert amax[1].isnan()
 
 
-def test_static_scale_too_small_for_the_input_saturates_as_if_the_input_were_clamped() -> None:
+def test_b23_static_scale_too_small_for_the_input_saturates_as_if_the_input_were_clamped() -> None:
     x = torch.tensor([[10.0, -10.0, 1.0, float("nan")]])
     scale = torch.full((1, 1), 0.01)
     fake = fake_quantize(x, scale, E4M3, (1, 4))

@@ -35,6 +35,9 @@ from quantkit.runtime.weights import WeightReader
 UNLIMITED = 2**31 - 1
 """Context length of models without position limit (relative or no positions)."""
 
+PLAIN_LINEARS = ("Linear", "FalconLinear")
+"""Classes that compute `x @ weight.T + bias`; others of nn.Linear may do more."""
+
 
 class SwappedLinear(nn.Module):
     """Stands where transformers had an nn.Linear. Shapes: [..., in_features] in, any rank."""
@@ -284,7 +287,7 @@ def _swap(
 ) -> None:
     target = (weight_name or module).removesuffix(".weight")
     old = model.get_submodule(target) if weight_name else None
-    if type(old) is not nn.Linear:
+    if not isinstance(old, nn.Linear) or type(old).__name__ not in PLAIN_LINEARS:
         kind = "missing" if old is None else f"a {type(old).__name__}"
         raise UnsupportedError(
             f"{module} is quantized and is {kind} in {type(model).__name__} of transformers; "

@@ -138,7 +138,7 @@ def test_all_hooks_are_removed_by_detach(model_of: ModelOf) -> None:
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in layer.modules())
 
 
-def test_a_layer_that_caches_nothing_is_named() -> None:
+def test_b25_a_layer_that_caches_nothing_is_named() -> None:
     with pytest.raises(CalibrationError, match=r"model\.layers\.7 cached no keys or values.*--kv"):
         KvObserver(TENSOR).scales("model.layers.7")
 

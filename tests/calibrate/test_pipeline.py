@@ -276,7 +276,7 @@ class TestTheSameEveryTime:
         run(tiny_llama, tmp_path / "o", calibration_file, recipe=recipe, batch_size=batch_size)
         assert contents(tmp_path / "o") == contents(calibrated(recipe))
 
-    def test_bytes_do_not_depend_on_threads(
+    def test_b22_bytes_do_not_depend_on_threads(
         self, tiny_llama: Path, calibrated: Calibrated, calibration_file: Path, tmp_path: Path
     ) -> None:
         torch.set_num_threads(2)
@@ -292,7 +292,7 @@ class TestTheSameEveryTime:
         assert contents(tmp_path / "o") == contents(calibrated("fp8-dynamic"))
         assert torch.equal(torch.random.get_rng_state(), state)
 
-    def test_tensors_do_not_depend_on_the_order_of_rows(
+    def test_b22_tensors_do_not_depend_on_the_order_of_rows(
         self, tiny_llama: Path, calibrated: Calibrated, tmp_path: Path
     ) -> None:
         rows = tiny.calibration_rows()[::-1]
@@ -301,7 +301,7 @@ class TestTheSameEveryTime:
         expected = calibrated("fp8-static") / "model.safetensors"
         assert (tmp_path / "o" / "model.safetensors").read_bytes() == expected.read_bytes()
 
-    def test_another_seed_with_all_rows_used_changes_nothing_but_its_record(
+    def test_b22_another_seed_with_all_rows_used_changes_nothing_but_its_record(
         self, tiny_llama: Path, calibrated: Calibrated, calibration_file: Path, tmp_path: Path
     ) -> None:
         run(tiny_llama, tmp_path / "o", calibration_file, recipe="fp8-static", seed=7)
@@ -312,7 +312,7 @@ class TestTheSameEveryTime:
         assert (mine["data"].pop("seed"), theirs["data"].pop("seed")) == (7, 0)
         assert mine == theirs
 
-    def test_another_seed_chooses_other_samples(
+    def test_b22_another_seed_chooses_other_samples(
         self, tiny_llama: Path, calibration_file: Path, tmp_path: Path
     ) -> None:
         hashes = set()

@@ -58,7 +58,7 @@ def test_powers_of_two_are_the_nearest_in_ratio(alpha: float) -> None:
 
 @pytest.mark.parametrize("power_of_two", [True, False])
 @pytest.mark.parametrize("make", [smoothing_factors, awq_factors])
-def test_dead_channels_keep_factor_one(make: Any, power_of_two: bool) -> None:
+def test_b15_dead_channels_keep_factor_one(make: Any, power_of_two: bool) -> None:
     inputs, weights = random_amax(6), random_amax(6, seed=1)
     inputs[[0, 1]], weights[[1, 2]] = 0.0, 0.0
     factors = make(inputs, weights, 0.5, power_of_two)
@@ -250,7 +250,7 @@ def test_powers_of_two_change_no_bit_of_the_logits(kv_heads: int, dtype: torch.d
     assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, up)
 
 
-def test_planted_outliers_are_gone_after_smoothing() -> None:
+def test_b06_planted_outliers_are_gone_after_smoothing() -> None:
     model = llama(2, torch.float32)
     attention = model.model.layers[0].self_attn
     spread = []

@@ -96,7 +96,7 @@ class TestReading:
             assert source.dtype(name) == tensor.dtype
             assert source.shape(name) == tuple(tensor.shape)
 
-    def test_safetensors_win_over_bin_and_this_is_logged(
+    def test_b11_safetensors_win_over_bin_and_this_is_logged(
         self, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         other = {name: tensor + 1 for name, tensor in weights(folder).items()}
@@ -243,7 +243,7 @@ class Bomb:
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "plain-pickle"])
-def test_a_malicious_pickle_is_refused_and_not_run(
+def test_b11_a_malicious_pickle_is_refused_and_not_run(
     folder: Path, tmp_path: Path, zipped: bool
 ) -> None:
     to_bin(folder)

@@ -22,7 +22,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_json_is_one_object_and_equals_the_library(
+def test_b45_json_is_one_object_and_equals_the_library(
     tiny_checkpoint: Path, tiny_llama: Path, text: Path
 ) -> None:
     from quantkit.evaluate import evaluate
@@ -122,7 +122,7 @@ def test_b45_a_broken_checkpoint_gives_no_number(tiny_checkpoint: Path, tmp_path
     assert_one_line_error(quantkit("eval", broken), 2, "model.safetensors")
 
 
-def test_a_damaged_checkpoint_gives_no_number(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_b45_a_damaged_checkpoint_gives_no_number(tiny_checkpoint: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(tiny_checkpoint, damaged)
     norm = checkpoints.tensor(damaged, "model.norm.weight")
@@ -133,14 +133,14 @@ def test_a_damaged_checkpoint_gives_no_number(tiny_checkpoint: Path, tmp_path: P
     assert "not finite (NaN or infinity), first where token 0 of text 0" in done.stderr
 
 
-def test_a_terminal_that_is_none_gets_plain_lines(tiny_checkpoint: Path, text: Path) -> None:
+def test_b45_a_terminal_that_is_none_gets_plain_lines(tiny_checkpoint: Path, text: Path) -> None:
     done = quantkit("eval", tiny_checkpoint, "--data", text, "--window", "8")
     assert done.returncode == 0
     assert not set("\r\x1b\u2588") & set(done.stderr)
     assert all(" s left" in line for line in done.stderr.splitlines())
 
 
-def test_a_reader_that_leaves_is_no_error_message(tiny_checkpoint: Path, text: Path) -> None:
+def test_b45_a_reader_that_leaves_is_no_error_message(tiny_checkpoint: Path, text: Path) -> None:
     command = [*QUANTKIT, "eval", str(tiny_checkpoint), "--data", str(text), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -152,7 +152,7 @@ def test_a_reader_that_leaves_is_no_error_message(tiny_checkpoint: Path, text: P
     assert "Broken" not in errors
 
 
-def test_interrupting_is_one_line_and_code_130(tiny_checkpoint: Path, text: Path) -> None:
+def test_b45_interrupting_is_one_line_and_code_130(tiny_checkpoint: Path, text: Path) -> None:
     text = text.with_name("long.txt")
     text.write_text(tiny.sentence(5_000))
     flags = ["--data", text, "--window", "4", "--stride", "1"]

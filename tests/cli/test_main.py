@@ -39,7 +39,7 @@ def test_version_and_help() -> None:
         (["calibrate"], ["missing argument 'MODEL'"]),
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_code_2(
+def test_b45_a_wrong_command_line_is_one_line_and_code_2(
     arguments: list[str], parts: list[str]
 ) -> None:
     done = quantkit(*arguments)

@@ -99,7 +99,7 @@ def test_finished_sequences_leave_the_batch_and_free_their_cache() -> None:
 
 
 @pytest.mark.parametrize("eos", [[13, 12], [12, 13]])
-def test_any_eos_id_ends_a_sequence(eos: list[int]) -> None:
+def test_b30_any_eos_id_ends_a_sequence(eos: list[int]) -> None:
     assert ids(run(counting(), [[10]], eos_token_ids=frozenset(eos))) == [[11, 12]]
 
 

@@ -69,14 +69,16 @@ def test_max_new_tokens_has_a_default() -> None:
 
 
 @pytest.mark.parametrize("listed", [[2, 7], [7, 2]])
-def test_every_eos_id_counts_in_any_order(listed: list[int]) -> None:
+def test_b30_every_eos_id_counts_in_any_order(listed: list[int]) -> None:
     resolved = SamplingParams(stop_token_ids=[4]).resolve({"eos_token_id": listed}, 10)
     assert resolved.ending_ids == {2, 4, 7}
     ignoring = SamplingParams(stop_token_ids=[4], ignore_eos=True)
     assert ignoring.resolve({"eos_token_id": listed}, 10).ending_ids == {4}
 
 
-def test_an_eos_id_outside_the_vocabulary_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_b30_an_eos_id_outside_the_vocabulary_is_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with caplog.at_level(logging.WARNING, logger="quantkit"):
         resolved = SamplingParams().resolve({"eos_token_id": [2, 99]}, 10)
     assert resolved.ending_ids == {2}
