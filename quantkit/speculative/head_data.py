@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.ops import FEW_ROWS
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generation import Generation
 from quantkit.runtime.params import ResolvedParams
@@ -45,7 +44,7 @@ class Writing:
 
     new_tokens: int = 192  # of a text, at most
     most_tokens: int = 200_000  # of all texts; each keeps about 2 bytes for every hidden unit
-    batch: int = FEW_ROWS
+    batch: int = 16  # texts at a time
     seed: int = 0
 
 

@@ -14,30 +14,26 @@ from torch import Tensor
 
 ROWS = 32
 """Rows that are worked on together."""
-SMALLEST = 1e-30
-"""Probabilities below it count as this much in the cross-entropy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
     """What the draft's law should be. Rows are positions.
 
-    Shapes: p float32 [rows, columns], the target's law, which may have mass elsewhere; following
-    int64 [rows], the column of the token that followed, or -1; distance_weight and entropy_weight
-    float32 [rows], of the two losses.
+    Shapes: p float32 [rows, columns], the target's law, which may have mass elsewhere;
+    distance_weight and entropy_weight float32 [rows], of the two losses.
     """
 
     p: Tensor
-    following: Tensor
     distance_weight: Tensor
     entropy_weight: Tensor
 
 
 class DraftLoss(torch.autograd.Function):
-    """Sum over rows of weight * TV(p, q) + weight * -log q(token that followed).
+    """Sum over rows of weight * TV(p, q) + weight * -sum p log q.
 
     With q = softmax(logits) and s = sign(q - p), d TV / d logits = q / 2 * (s - sum q s); the
-    cross-entropy's derivative is q, less 1 at the token.
+    cross-entropy's derivative is q sum p - p.
     """
 
     @staticmethod
@@ -67,17 +63,15 @@ def draft_loss(logits: Tensor, goal: Goal) -> Tensor:
 
 def _rows(logits: Tensor, goal: Goal, rows: slice) -> tuple[float, Tensor]:
     """Return the loss of some rows, and the gradient."""
-    p, q = goal.p[rows], logits.float().softmax(-1)
+    p, logs = goal.p[rows], logits.float().log_softmax(-1)
+    q, mass = logs.exp(), p.sum(-1)
+    entropy = -torch.einsum("rc,rc->r", p, logs)
+    entropy_weight, weight = goal.entropy_weight[rows], goal.distance_weight[rows]
     difference = q - p
-    distance = 0.5 * (1 - p.sum(-1) + difference.abs().sum(-1))
-    known = goal.following[rows] >= 0
-    token = goal.following[rows].clamp(min=0)[:, None]
-    entropy = -q.gather(-1, token)[:, 0].clamp(min=SMALLEST).log()
-    weight, entropy_weight = goal.distance_weight[rows], goal.entropy_weight[rows] * known
+    distance = 0.5 * (1 - mass + difference.abs().sum(-1))
     loss = float((weight * distance).sum() + (entropy_weight * entropy).sum())
     sign = difference.sign_()
     mean = torch.einsum("rc,rc->r", q, sign)
-    shift = entropy_weight - 0.5 * weight * mean
+    shift = entropy_weight * mass - 0.5 * weight * mean
     gradient = sign.mul_(0.5 * weight[:, None]).add_(shift[:, None]).mul_(q)
-    gradient.scatter_add_(-1, token, -entropy_weight[:, None])
-    return loss, gradient
+    return loss, gradient.sub_(entropy_weight[:, None] * p)

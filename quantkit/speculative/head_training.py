@@ -1,8 +1,10 @@
 """Training of a drafter head on texts of its target.
 
-The loss of a drafting step is 0.9 TV(p, q) + 0.1 cross-entropy with the token that follows. The
-total variation distance is 1 - P(a draft of q is accepted), the very thing that counts; the cross-
-entropy helps while the two laws hardly overlap. Tokens that the head cannot draft have q = 0.
+The loss of a drafting step is the cross-entropy of the head's law q with the target's law p, and
+towards the end more and more TV(p, q). The total variation distance is 1 - P(a draft of q is
+accepted), the very thing that counts, but it teaches next to nothing while the two laws hardly
+overlap: from the start it takes several times as long. Tokens that the head cannot draft have
+q = 0.
 """
 
 from __future__ import annotations
@@ -21,12 +23,17 @@ from quantkit.errors import DataError
 from quantkit.speculative.head_data import Text, frequent_tokens
 from quantkit.speculative.head_loss import Goal, draft_loss
 from quantkit.speculative.head_model import HeadModel
+from quantkit.speculative.head_optimizer import HeadOptimizer
 from quantkit.speculative.head_weights import DraftHead, HeadShape, TargetEnds
 
 HELD_OUT = 20
 """One text of so many is kept for the report."""
 WARM_UP = 0.03
 """Share of the training in which the learning rate rises."""
+TURN = (0.6, 0.8)
+"""Shares of the training between which the loss turns to the total variation."""
+EVALUATED_STEPS = 4
+"""Drafting steps that the report is about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +41,12 @@ class Training:
     """How a head is trained."""
 
     draft_vocab: int = 8192  # tokens it can draft
-    steps: int = 4  # drafting steps that are unrolled
+    steps: int = 2  # drafting steps that are unrolled
     step_weight: float = 0.8  # of the loss of each step, relative to the one before
     window: int = 128  # tokens of a text in one batch
     batch: int = 8  # texts in one batch
-    learning_rate: float = 2e-3
-    total_variation: float = 0.9  # of the loss; the rest is cross-entropy
+    learning_rate: float = 2e-3  # of vectors; that of matrices is in head_optimizer
+    total_variation: float = 0.9  # of the loss in the end; the rest is cross-entropy
     updates: int | None = None  # at most; None: as many as the time allows
     seed: int = 0
 
@@ -48,15 +55,13 @@ class Training:
 class Batch:
     """Windows of texts: what the target knew before and after each token, and the tokens.
 
-    Shapes: known, state and embedded [batch, window, hidden_size]; columns, the next token among
-    those that are drafted or -1, int64 [batch, window]; p, the target's law of the next token,
-    float32 [batch * window, draft vocabulary].
+    Shapes: known, state and embedded [batch, window, hidden_size]; p, the target's law of the next
+    token, float32 [batch * window, draft vocabulary].
     """
 
     known: Tensor
     state: Tensor
     embedded: Tensor
-    columns: Tensor
     p: Tensor
 
 
@@ -66,7 +71,8 @@ class Trainer:
     def __init__(
         self, shape: HeadShape, ends: TargetEnds, texts: Sequence[Text], training: Training
     ) -> None:
-        usable = [text for text in texts if len(text) > training.steps + 1]
+        longest = max(training.steps, EVALUATED_STEPS)
+        usable = [text for text in texts if len(text) > longest + 1]
         if len(usable) < 2:
             raise DataError(
                 f"{len(usable)} texts are long enough to train a drafter; give more or longer data"
@@ -77,8 +83,6 @@ class Trainer:
         self._embedding = ends.embedding
         self.token_ids = frequent_tokens(usable, shape.vocab_size, training.draft_vocab)
         self._output = ends.output[self.token_ids].float()
-        self._columns = torch.full((shape.vocab_size,), -1)
-        self._columns[self.token_ids] = torch.arange(len(self.token_ids))
         self._held_out = usable[::HELD_OUT]
         self._texts = [text for n, text in enumerate(usable) if n % HELD_OUT]
         self._generator = torch.Generator().manual_seed(training.seed)
@@ -93,20 +97,15 @@ class Trainer:
         Raises DataError if the loss stops being finite.
         """
         training = self._training
-        optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=training.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
-        )
+        optimizer = HeadOptimizer(self.model.parameters(), training.learning_rate)
         begin, update, share = time.perf_counter(), 0, 0.0
         while share < 1:
-            for group in optimizer.param_groups:
-                group["lr"] = training.learning_rate * _schedule(share)
-            loss = self._loss(self._sample())
+            loss = self._loss(self._sample(), share)
             if not math.isfinite(float(loss.detach())):
                 raise DataError(f"the loss is {float(loss.detach())} after {update} updates")
-            optimizer.zero_grad(set_to_none=True)
             torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            optimizer.step()
+            optimizer.step(_schedule(share))
             update += 1
             share = (time.perf_counter() - begin) / max(seconds, 1e-9)
             if training.updates is not None:
@@ -118,11 +117,11 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
         """Return, per drafting step, how often held-out tokens would be accepted."""
-        sampled, greedy = ([0.0] * self._training.steps for _ in range(2))
+        sampled, greedy = ([0.0] * EVALUATED_STEPS for _ in range(2))
         for text in self._held_out:
             batch = self._batch([(text, 0)], min(len(text), self._training.window))
             p, top = batch.p, batch.p.argmax(-1)
-            for step, logits in enumerate(self._draft_logits(batch)):
+            for step, logits in enumerate(self._draft_logits(batch, EVALUATED_STEPS)):
                 q = logits.float().softmax(-1)
                 overlap = torch.minimum(p, q).sum(-1)[step:].mean()
                 agreeing = (logits.argmax(-1) == top)[step:].float().mean()
@@ -130,27 +129,22 @@ class Trainer:
                 greedy[step] += float(agreeing) / len(self._held_out)
         return {"sampled_acceptance": sampled, "greedy_acceptance": greedy}
 
-    def _loss(self, batch: Batch) -> Tensor:
-        """Return the weighted mean over drafting steps."""
+    def _loss(self, batch: Batch, share: float) -> Tensor:
+        """Return the weighted mean over drafting steps, at a share of the training."""
         training, total = self._training, torch.zeros(())
+        distance = training.total_variation * _risen(share, *TURN)
         positions = torch.arange(batch.state.shape[1]).repeat(len(batch.state))
-        for step, logits in enumerate(self._draft_logits(batch)):
+        for step, logits in enumerate(self._draft_logits(batch, training.steps)):
             counted = (positions >= step).float()
-            known = counted * (batch.columns.flatten() >= 0)
-            share = training.total_variation
-            goal = Goal(
-                batch.p,
-                batch.columns.flatten(),
-                share * counted / counted.sum(),
-                (1 - share) * counted / known.sum().clamp(min=1),
-            )
+            counted /= counted.sum()
+            goal = Goal(batch.p, distance * counted, (1 - distance) * counted)
             total = total + training.step_weight**step * draft_loss(logits, goal)
         return total
 
-    def _draft_logits(self, batch: Batch) -> list[Tensor]:
+    def _draft_logits(self, batch: Batch, steps: int) -> list[Tensor]:
         """Return the head's logits of each drafting step, [batch * window, draft vocabulary]."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self._half):
-            guesses = self.model.unroll(batch.known, batch.embedded, self._training.steps)
+            guesses = self.model.unroll(batch.known, batch.embedded, steps)
             return [F.linear(guess, self._output).flatten(0, 1) for guess in guesses]
 
     def _sample(self) -> Batch:
@@ -183,7 +177,6 @@ class Trainer:
             known=torch.stack(before).float(),
             state=state,
             embedded=F.embedding(ids[:, :-1], self._embedding).float(),
-            columns=self._columns[ids[:, 1:]],
             p=target.float().sub_(torch.cat(sums)[:, None]).exp_(),
         )
 
@@ -193,3 +186,8 @@ def _schedule(share: float) -> float:
     if share < WARM_UP:
         return share / WARM_UP + 0.01
     return 0.5 * (1 + math.cos(math.pi * (share - WARM_UP) / (1 - WARM_UP))) + 0.01
+
+
+def _risen(share: float, begin: float, end: float) -> float:
+    """Return how far a rise from 0 to 1 between two shares of the training is."""
+    return min(max((share - begin) / (end - begin), 0.0), 1.0)

@@ -21,7 +21,7 @@ MOST_ROWS = 64
 """Rows in total beyond which nothing is measured that two points show already."""
 EDGES = (FEW_ROWS, FEW_ROWS + 1)
 """Rows in total that are measured too: other kernels take over here."""
-REPEATS = 2
+REPEATS = 4
 """Times that a number of rows is measured; what else runs only makes the times longer."""
 PATIENCE = 0.25
 """Seconds after which nothing is measured once more: large models need no repeats."""

@@ -15,14 +15,14 @@ from quantkit.runtime.loading import load_engine
 from quantkit.runtime.model import Fp8Model
 from quantkit.speculative.head_data import Text, Writing, frequent_tokens, write_texts
 from quantkit.speculative.head_prompts import head_prompts
-from quantkit.speculative.head_training import Trainer, Training
+from quantkit.speculative.head_training import EVALUATED_STEPS, Trainer, Training
 from quantkit.speculative.head_weights import DraftHead, HeadShape, TargetEnds
 from quantkit.speculative.training import train_drafter
 from tests import checkpoints, tiny
 from tests.runtime.fake_engine import FakeEngine
 
 SHAPE = HeadShape(64, 128, num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=96)
-TRAINING = Training(draft_vocab=100, steps=3, window=24, batch=16, learning_rate=1e-2, updates=60)
+TRAINING = Training(draft_vocab=100, steps=3, window=24, batch=16, updates=60)
 WRITING = Writing(new_tokens=40, most_tokens=3000)
 
 
@@ -74,14 +74,15 @@ def test_a_head_learns_what_its_target_writes(texts: list[Text], ends: TargetEnd
     assert sum(losses[-5:]) < 0.95 * sum(losses[:5])
     for name in ("sampled_acceptance", "greedy_acceptance"):
         after = head.report[name]
-        assert len(after) == TRAINING.steps
+        assert len(after) == EVALUATED_STEPS
         assert after[0] > before[name][0] + 0.02
     assert head.token_ids.tolist() == sorted(head.token_ids.tolist())
     assert len(head.token_ids) == TRAINING.draft_vocab
 
 
-def test_the_loss_is_total_variation_and_cross_entropy(
-    texts: list[Text], ends: TargetEnds, model: Fp8Model
+@pytest.mark.parametrize(("share", "distance_share"), [(0.0, 0.0), (0.7, 0.45), (1.0, 0.9)])
+def test_the_loss_turns_from_cross_entropy_to_total_variation(
+    texts: list[Text], ends: TargetEnds, model: Fp8Model, share: float, distance_share: float
 ) -> None:
     learning = trainer(ends, texts, steps=1, draft_vocab=90)
     text = max(texts, key=len)
@@ -92,10 +93,9 @@ def test_the_loss_is_total_variation_and_cross_entropy(
     q[:, columns] = (guess @ ends.output[columns].float().T).softmax(-1)
     p = model.logits(text.tokens[None, :13])[0, 3:].softmax(-1)
     distance = 0.5 * (p - q).abs().sum(-1).mean()
-    following = text.tokens[4:14]
-    entropies = [-q[row, token].log() for row, token in enumerate(following) if token in columns]
-    expected = 0.9 * distance + 0.1 * torch.stack(entropies).mean()
-    assert float(learning._loss(batch).detach()) == pytest.approx(
+    entropy = -(p[:, columns] * q[:, columns].log()).sum(-1).mean()
+    expected = distance_share * distance + (1 - distance_share) * entropy
+    assert float(learning._loss(batch, share).detach()) == pytest.approx(
         float(expected.detach()), rel=1e-3
     )
 
