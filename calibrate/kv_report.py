@@ -75,7 +75,8 @@ class KvReport:
             measured = f"attention output {self.output_error_db:.1f} dB above its error"
         return (
             f"{layer_name}: an FP8 cache cannot hold its keys (largest channel "
-            f"{self.key_channel_ratio:.0f} times the median, {measured}); use {self._remedy()}"
+            f"{self.key_channel_ratio:.0f} times the median, {measured}); leave it out (kv_ignore "
+            f"in a recipe), or use {self._remedy()}"
         )
 
     def _remedy(self) -> str:

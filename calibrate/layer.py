@@ -29,6 +29,7 @@ from quantkit.calibrate.smoothed_layer import (
     smooth_layer,
 )
 from quantkit.checkpoint import INPUT_MEAN_SQUARE
+from quantkit.scheme import QuantSpec
 
 SMOOTHING = "smoothing"
 SAMPLED_TOKENS = 512
@@ -52,12 +53,14 @@ def calibrate_layer(
     recipe: Recipe,
     modules: Mapping[str, nn.Linear],
     has_kv: bool,
+    kv_spec: QuantSpec | None,
 ) -> LayerResult:
     """Calibrate the loaded layer `number`, and replace each batch's hidden states by its outputs.
 
     `modules` are the linears to quantize by full name; `has_kv` tells that the layer must cache
-    keys and values (one that does gets scales in any case). Without batches only weights are
-    quantized. Raises CalibrationError when a scale could not be fixed.
+    keys and values (one that does gets scales in any case), `kv_spec` how, None leaving them as
+    they are. Without batches only weights are quantized. Raises CalibrationError when a scale could
+    not be fixed.
     """
     name = model.skeleton.disk_name(model.skeleton.layer_names[number])
     ranges = _ranges_on_the_way(recipe, modules)
@@ -69,7 +72,7 @@ def calibrate_layer(
     )
     if recipe.has_static_inputs:
         reach = _fix_input_scales(model, number, batches, recipe, linears, modules, ranges) or reach
-    kv = KvObserver(recipe.kv_spec) if recipe.kv_spec and batches else None
+    kv = KvObserver(kv_spec) if kv_spec and batches else None
     moved_sqnr_db = (
         _move(model, number, batches, recipe, modules, linears, kv, first_original[0])
         if batches

@@ -223,8 +223,9 @@ def _quantize(
         for number, layer in list(enumerate(skeleton.layer_names))[finished:]:
             skeleton.load(layer)
             modules = {name: m for name, m in chosen.items() if name.startswith(f"{layer}.")}
+            kv_spec = None if number in plan.kv_ignored else plan.recipe.kv_spec
             result = calibrate_layer(
-                model, number, moving, plan.recipe, modules, has_kv=number in cached
+                model, number, moving, plan.recipe, modules, number in cached, kv_spec
             )
             output.write(f"{skeleton.disk_name(layer)}.", result.tensors)
             skeleton.unload(layer)
@@ -299,7 +300,7 @@ def _config_json(report: Report, source: ModelSource, dtype: torch.dtype | None)
         key = "torch_dtype" if "torch_dtype" in config else "dtype"
         config[key] = str(dtype).removeprefix("torch.")
     plan, formats = report.plan, report.formats
-    scheme = plan.recipe.scheme(plan.ignored, formats)
+    scheme = plan.recipe.scheme(plan.ignored, formats, plan.kv_ignored)
     config["quantization_config"] = default_container(scheme).to_config(scheme)
     return config
 

@@ -13,6 +13,7 @@ from math import prod
 import torch
 
 from quantkit.calibrate.estimates import memory_bytes, seconds
+from quantkit.calibrate.kv_layers import ignored_layers
 from quantkit.calibrate.moments import group_name
 from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.selection import resolve_modules
@@ -53,6 +54,7 @@ class Plan:
     seconds: float
     num_layers: int
     warnings: tuple[str, ...] = ()
+    kv_ignored: tuple[int, ...] = ()  # layers that keep keys and values as they are
 
     @property
     def quantized(self) -> list[ModulePlan]:
@@ -95,7 +97,11 @@ def make_plan(
     source = skeleton.source
     source_bytes = sum(_nbytes(source, name) for name in source.names)
     saved = sum(m.source_bytes - m.target_bytes for m in modules if m.quantized)
-    target_bytes = source_bytes - saved + _kv_bytes(skeleton, recipe) - _dropped_bytes(skeleton)
+    kv_ignored: tuple[int, ...] = ()
+    if recipe.kv_spec is not None:
+        kv_ignored = ignored_layers(recipe.kv_ignore, skeleton.model.config.to_dict())
+    kv_bytes = _kv_bytes(skeleton, recipe, len(kv_ignored))
+    target_bytes = source_bytes - saved + kv_bytes - _dropped_bytes(skeleton)
     target_bytes += _statistics_bytes(modules, recipe)
     tokens = num_samples * seq_len if recipe.needs_data else 0
     return Plan(
@@ -108,6 +114,7 @@ def make_plan(
         seconds=seconds(skeleton, modules, recipe, tokens, batch_size * seq_len),
         num_layers=len(skeleton.layers),
         warnings=_warnings(skeleton, others),
+        kv_ignored=kv_ignored,
     )
 
 
@@ -247,7 +254,7 @@ def redundant_head(skeleton: Skeleton) -> tuple[str, str] | None:
     return (head, embedding) if head and embedding and head != embedding else None
 
 
-def _kv_bytes(skeleton: Skeleton, recipe: Recipe) -> int:
+def _kv_bytes(skeleton: Skeleton, recipe: Recipe, num_ignored: int) -> int:
     """Return the bytes of all KV scales."""
     if recipe.kv_spec is None:
         return 0
@@ -255,7 +262,8 @@ def _kv_bytes(skeleton: Skeleton, recipe: Recipe) -> int:
     scales = 1
     if recipe.kv_spec.granularity is Granularity.HEAD:
         scales = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return 2 * SCALE_BYTES * scales * len(cached_layers(skeleton.model.config.to_dict()))
+    layers = len(cached_layers(skeleton.model.config.to_dict())) - num_ignored
+    return 2 * SCALE_BYTES * scales * layers
 
 
 def _statistics_bytes(modules: Sequence[ModulePlan], recipe: Recipe) -> int:

@@ -13,6 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from quantkit.calibrate.kv_layers import check_entries
 from quantkit.calibrate.observers import DEFAULT_OBSERVER, ObserverFactory, observer_factory
 from quantkit.calibrate.selection import ALL_LINEARS, HEAD
 from quantkit.calibrate.tiers import Tiers, only_tiers
@@ -56,6 +57,7 @@ class Recipe:
     inputs: QuantSpec | None = None
     # "fp8": E4M3, one scale per layer; "fp8-head": one per KV head; "fp8-e3m4" is native; "none"
     kv: str = "fp8"
+    kv_ignore: tuple[str, ...] = ()  # layers whose cache stays as it is, see `kv_layers`
     targets: tuple[str, ...] = (ALL_LINEARS,)
     ignore: tuple[str, ...] = (HEAD,)
     head: str | None = None  # format of the output head; None treats it like any target
@@ -71,6 +73,7 @@ class Recipe:
         if self.kv not in _KV_SPECS:
             hint = nearest(self.kv, _KV_SPECS)
             raise RecipeError(f"kv is {self.kv!r}{hint}; known: {', '.join(_KV_SPECS)}")
+        check_entries(self.kv_ignore)
         if not self.targets:
             raise RecipeError(f'targets is empty; targets = ["{ALL_LINEARS}"] selects all modules')
         self._check_head()
@@ -127,21 +130,30 @@ class Recipe:
     def is_portable(self) -> bool:
         """True if weights and KV cache have the formats that other engines load."""
         kv = self.kv_spec
-        return self._has_portable_weights and (kv is None or kv.format == E4M3.name)
+        one_kind = kv is None or (kv.format == E4M3.name and not self.kv_ignore)
+        return self._has_portable_weights and one_kind
 
     @property
     def _has_portable_weights(self) -> bool:
         plain = self.weights.format == E4M3.name and self.head is None
         return self.tiers.is_portable and plain
 
-    def scheme(self, ignored: Iterable[str], formats: Mapping[str, str] | None = None) -> Scheme:
+    def scheme(
+        self,
+        ignored: Iterable[str],
+        formats: Mapping[str, str] | None = None,
+        kv_ignored: tuple[int, ...] = (),
+    ) -> Scheme:
         """Return the scheme of a checkpoint in which `ignored` (full names) stay unquantized.
 
-        `formats` gives the format of each quantized module, if not all have the recipe's.
+        `formats` gives the format of each quantized module, if not all have the recipe's;
+        `kv_ignored` are the layers that keep keys and values as they are.
         """
         other = {n: f for n, f in (formats or {}).items() if f != self.weights.format}
         native = not self.is_portable
-        return Scheme(self.weights, self.inputs, self.kv_spec, tuple(ignored), native, other)
+        return Scheme(
+            self.weights, self.inputs, self.kv_spec, tuple(ignored), native, other, kv_ignored
+        )
 
     def with_options(
         self,
@@ -232,7 +244,7 @@ def parse_recipe(text: str, where: str, name: str) -> Recipe:
         raise RecipeError(f"{where} has no [weights] table; 'granularity' is its one required key")
     for key in ("name", "description", "kv", "head", "observer"):
         _check_type(table, key, str, where)
-    for key in ("targets", "ignore"):
+    for key in ("targets", "ignore", "kv_ignore"):
         if key in table:
             table[key] = _string_tuple(table[key], f"{where}: {key}")
     if "head" in table:

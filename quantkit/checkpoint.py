@@ -151,7 +151,7 @@ class Checkpoint:
     def kv_scales(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return (k_scale, v_scale) of a decoder layer: float32, [1] or [num_kv_heads].
 
-        Raises CheckpointError when the checkpoint declares no FP8 KV cache.
+        Raises CheckpointError when the checkpoint declares no FP8 KV cache for that layer.
         """
         if layer not in self._kv:
             raise CheckpointError(
@@ -271,7 +271,8 @@ class Checkpoint:
 
     def _read_kv_scales(self, spec: QuantSpec) -> dict[int, LayerScales]:
         """Find the scales of the declared KV cache and check them."""
-        names, layers = self.container.names, cached_layers(self.config)
+        names = self.container.names
+        layers = [n for n in cached_layers(self.config) if n not in self.scheme.kv_ignore]
         if self.container.kv_scales_default_to_1 and not has_kv_scales(self.names, names):
             return unit_kv_scales(self.names, layers)
         try:

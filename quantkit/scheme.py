@@ -176,7 +176,8 @@ class Scheme:
 
     `ignore` lists the full names of the linear modules that stay in the source dtype. `native`
     says that only quantkit loads the result: modules may have 8-bit formats of their own
-    (`formats`: full name to format) and input channels beside the 8-bit matrix.
+    (`formats`: full name to format) and input channels beside the 8-bit matrix, and layers may keep
+    keys and values as they are (`kv_ignore`: their numbers).
     """
 
     weights: QuantSpec
@@ -185,6 +186,7 @@ class Scheme:
     ignore: tuple[str, ...] = ()
     native: bool = False
     formats: Mapping[str, str] = field(default_factory=dict)
+    kv_ignore: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise RecipeError for what no portable container can say."""
@@ -194,6 +196,8 @@ class Scheme:
             raise RecipeError(f"a portable checkpoint holds {PORTABLE_FORMAT!r} weights only")
         if self.kv is not None and self.kv.format != PORTABLE_FORMAT:
             raise RecipeError(f"a portable checkpoint has an {PORTABLE_FORMAT!r} KV cache only")
+        if self.kv_ignore:
+            raise RecipeError("a portable checkpoint has a KV cache of one kind in all layers")
 
     def weights_of(self, module: str) -> QuantSpec:
         """Return how the weight of one module is quantized."""

@@ -27,11 +27,13 @@ class Native(Container):
             raise UnsupportedError(
                 "the scheme is portable; write it as compressed-tensors, which quantkit reads too"
             )
+        ignored = {"kv_cache_ignore": list(scheme.kv_ignore)} if scheme.kv_ignore else {}
         return {
             "quant_method": self.method,
             "weights": _with_format(scheme.weights),
             "input_activations": scheme.inputs.to_config() if scheme.inputs else None,
             "kv_cache_scheme": _with_format(scheme.kv) if scheme.kv else None,
+            **ignored,
             "formats": dict(scheme.formats),
             "ignore": list(scheme.ignore),
         }
@@ -49,6 +51,7 @@ class Native(Container):
                 ignore=names_list(block, "ignore"),
                 native=True,
                 formats={name: _known_format(found) for name, found in formats.items()},
+                kv_ignore=_layer_numbers(block.get("kv_cache_ignore") or []),
             )
         except RecipeError as error:
             raise CheckpointError(f"quantization_config: {error}") from None
@@ -62,6 +65,14 @@ def _with_format(spec: QuantSpec) -> dict[str, Any]:
 def _read_format(config: Mapping[str, Any]) -> QuantSpec:
     fmt = _known_format(config.get("float_format", PORTABLE_FORMAT))
     return replace(QuantSpec.from_config(config), format=fmt)
+
+
+def _layer_numbers(value: object) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(n) is int and n >= 0 for n in value):
+        raise CheckpointError(
+            f"quantization_config has kv_cache_ignore {value!r:.200}; expected numbers of layers"
+        )
+    return tuple(value)
 
 
 def _known_format(name: object) -> str:

@@ -52,6 +52,12 @@ def target_scheme(source: Scheme, format_name: str, plain: Sequence[str] = ()) -
             f"{format_name} has one KV scale a layer and the checkpoint has one per head; use "
             "--format compressed-tensors, or calibrate with --kv fp8"
         )
+    if source.kv_ignore:
+        layers = ", ".join(map(str, source.kv_ignore))
+        raise UnsupportedError(
+            f"{format_name} has one kind of KV cache in all layers, and the checkpoint leaves that "
+            f"of layers {layers} in 16 bits; calibrate without kv_ignore, or with --kv none"
+        )
     ignore = (*source.ignore, *plain)
     kv = None if source.kv is None else replace(source.kv, format=E4M3.name)
     return Scheme(weights, inputs, kv, ignore)

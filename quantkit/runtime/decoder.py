@@ -50,7 +50,7 @@ class Decoder:
         reader: WeightSource,
         shape: ModelShape,
         rotations: Sequence[Rotation],
-        kv_scales: Sequence[Scales] | None,
+        kv_scales: Sequence[Scales | None] | None,
         kv_format: Format = E4M3,
         placement: Placement | None = None,
         saturation: Saturation | None = None,

@@ -40,7 +40,7 @@ class CacheLayout:
     head_dim: int
     dtype: torch.dtype  # of stored values, where there are no scales
     device: torch.device
-    scales: tuple[Scales, ...] | None = None  # one entry per layer
+    scales: tuple[Scales | None, ...] | None = None  # one entry per layer; None: plain values
     fmt: Format = E4M3  # of codes, where there are scales
     devices: tuple[torch.device, ...] | None = None  # one per layer, where not all are on `device`
     saturation: Saturation | None = None  # counts what the scales cannot hold
@@ -48,7 +48,7 @@ class CacheLayout:
     def __post_init__(self) -> None:
         """Raise CheckpointError unless there is one scale, or one per KV head, in each layer."""
         for layer, pair in enumerate(self.scales or ()):
-            for name, scale in zip(("k_scale", "v_scale"), pair, strict=True):
+            for name, scale in zip(("k_scale", "v_scale"), pair or (), strict=pair is not None):
                 if scale.numel() not in (1, self.num_kv_heads):
                     raise CheckpointError(
                         f"{name} of layer {layer} has {scale.numel()} elements, expected 1 or "
@@ -292,13 +292,13 @@ class PagedCache:
         return flat
 
     def _scales(self, layer: int) -> Scales | tuple[None, None]:
-        return self.layout.scales[layer] if self.layout.scales else (None, None)
+        return (self.layout.scales[layer] if self.layout.scales else None) or (None, None)
 
     def _new_blocks(self, layer: int, count: int) -> Tensor:
         layout = self.layout
         return torch.empty(
             (count, BLOCK_SIZE, layout.num_kv_heads, layout.head_dim),
-            dtype=layout.fmt.dtype if layout.scales else layout.dtype,
+            dtype=layout.dtype if self._scales(layer)[0] is None else layout.fmt.dtype,
             device=layout.devices[layer] if layout.devices else layout.device,
         )
 

@@ -131,8 +131,7 @@ def _build(reader: WeightReader, quantize_kv: bool, device_map: str | DeviceMap 
     scales = None
     if quantize_kv:
         scales = [
-            reader.on(device).kv_scales([number])[0]
-            for number, device in enumerate(placement.layers)
+            reader.on(device).kv_scales(number) for number, device in enumerate(placement.layers)
         ]
     kv = reader.checkpoint.scheme.kv
     rotations = [

@@ -172,8 +172,8 @@ class TransformersEngine:
         kv = reader.checkpoint.scheme.kv
         self._kv_format = E4M3 if kv is None else kv.fmt
         if quantize_kv:
-            layers = cached_layers(reader.checkpoint.config)
-            self._scales = dict(zip(layers, reader.kv_scales(layers), strict=True))
+            pairs = ((n, reader.kv_scales(n)) for n in cached_layers(reader.checkpoint.config))
+            self._scales = {number: pair for number, pair in pairs if pair is not None}
         self._model = load_model(reader, config, device_map)
         parameters = inspect.signature(self._model.forward).parameters
         self._keeps_last = "logits_to_keep" in parameters

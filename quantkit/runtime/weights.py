@@ -7,7 +7,7 @@ the end which tensors nobody asked for. Holds no layers itself.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import Protocol
 
@@ -184,10 +184,12 @@ class WeightReader:
             return blocks
         return layer.without_input_quantizer() if self._few_rows else layer
 
-    def kv_scales(self, layers: Iterable[int]) -> list[Scales]:
-        """Return (k_scale, v_scale) of each layer, on the device."""
-        pairs = (self.checkpoint.kv_scales(layer) for layer in layers)
-        return [(key.to(self.device), value.to(self.device)) for key, value in pairs]
+    def kv_scales(self, layer: int) -> Scales | None:
+        """Return (k_scale, v_scale) of a layer, on the device; None if its cache is plain."""
+        if layer in self.checkpoint.scheme.kv_ignore:
+            return None
+        key, value = self.checkpoint.kv_scales(layer)
+        return key.to(self.device), value.to(self.device)
 
     def unused(self) -> list[str]:
         """Return the names of weights that were never read, sorted."""
