@@ -38,6 +38,25 @@ class ExpertLinears:
                 flat.group_sizes.append(linear.group_size)
         return flat
 
+    def __len__(self) -> int:
+        return len(self.group_sizes) // 2
+
+    def chosen(self, numbers: Tensor) -> tuple[ExpertLinears, Tensor]:
+        """Return the experts that occur in `numbers`, at least one, and their numbers among those.
+
+        Handing a tensor to an op costs a quarter of a microsecond, and there may be thousands.
+        Shapes: int64 -> the same.
+        """
+        flat = numbers.flatten().tolist()
+        kept = sorted({number for number in flat if 0 <= number < len(self)}) or [0]
+        place = {number: index for index, number in enumerate(kept)}
+        some = ExpertLinears(
+            [tensor for number in kept for tensor in self.tensors[10 * number : 10 * number + 10]],
+            [size for number in kept for size in self.group_sizes[2 * number : 2 * number + 2]],
+        )
+        renumbered = [place.get(number, len(kept)) for number in flat]
+        return some, torch.tensor(renumbered, dtype=torch.int64).view(numbers.shape)
+
     def multiply_many_rows(self, dtype: torch.dtype) -> bool:
         """Return whether `ops.multiplies_many_rows` holds for all of them and x of that dtype."""
         return all(
@@ -59,6 +78,8 @@ def expert_mlps(
     standing for none; weights [num_tokens, chosen], a float dtype -> like x. Raises as
     `ops.fp8_linear` does.
     """
+    if numbers.numel() < len(experts) and numbers.dtype == torch.int64:
+        experts, numbers = experts.chosen(numbers)
     out: Tensor = torch.ops.quantkit.expert_mlps(
         x, numbers, weights, experts.tensors, experts.group_sizes, activation
     )

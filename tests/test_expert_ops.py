@@ -176,6 +176,17 @@ def test_no_tokens_no_choices_and_no_experts_chosen_give_nothing(dtype: torch.dt
     assert torch.equal(expert_mlps(**arguments), torch.zeros(4, HIDDEN, dtype=dtype))
 
 
+def test_only_the_chosen_experts_are_handed_over() -> None:
+    linears = ExpertLinears.of(Experts.random(9, fp8).pairs)
+    some, numbers = linears.chosen(torch.tensor([[7, 3, 9], [3, -1, 7]]))
+    assert numbers.tolist() == [[1, 0, 2], [0, 2, 1]]
+    assert some.group_sizes == [*linears.group_sizes[6:8], *linears.group_sizes[14:16]]
+    kept = [*linears.tensors[30:40], *linears.tensors[70:80]]
+    assert all(a is b for a, b in zip(some.tensors, kept, strict=True))
+    none, numbers = linears.chosen(torch.full((2, 1), 9))
+    assert (len(none), numbers.tolist()) == (1, [[1], [1]])
+
+
 def test_a_token_may_choose_an_expert_twice() -> None:
     experts = Experts.random(2, same_kind)
     arguments = experts.arguments(2, 2, torch.float32)
