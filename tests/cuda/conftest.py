@@ -7,7 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.cuda.emulator import Order
+from tests.cuda.emulator import LAUNCHED, Order
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how much ran on the emulator."""
+    if LAUNCHED:
+        pairs = sum(map(len, LAUNCHED.values()))
+        terminalreporter.write_line(f"emulator: {len(LAUNCHED)} kernels, {pairs} kernels x shapes")
 
 
 @pytest.fixture(params=list(Order), ids=lambda order: order.name.lower())

@@ -31,6 +31,9 @@ FLAGS = [
 SANITIZERS = "address,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero"
 SANITIZE = ["-Og", f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover=all"]
 OPTIMIZE = ["-O2"]
+LAUNCHED: dict[str, set[tuple[Any, ...]]] = {}
+"""Kernels, instantiations by name, that ran in this process's tests; each with the shapes it met:
+the numbers and the sizes of arrays that the test's function was called with."""
 INCLUDE = [f"-I{ROOT / 'csrc/cuda'}", f"-I{ROOT / 'tests/cuda_emulator'}"]
 
 
@@ -54,6 +57,7 @@ class Library:
         self.sanitize = sanitize
         self.order = Order.ASCENDING
         self._process: subprocess.Popen[bytes] | None = None
+        self._shared, self._kernels = _symbols(path)
         self._report = tempfile.TemporaryFile()  # noqa: SIM115 - what the child says, all its life
 
     def __getattr__(self, name: str) -> Any:
@@ -81,8 +85,12 @@ class Library:
                 passed.append(("float", value))
             else:
                 passed.append(("int", int(value)))
-        for array, content in zip(arrays, self._ask(name, passed), strict=True):
+        contents, launched = self._ask(name, passed)
+        for array, content in zip(arrays, contents, strict=True):
             array[:] = np.frombuffer(content, dtype=np.uint8)
+        shape = tuple(len(value) if kind == "array" else value for kind, value in passed)
+        for distance in launched:
+            LAUNCHED.setdefault(self._kernels[distance], set()).add(shape)
 
     def close(self) -> None:
         """End the child process; the next call starts another."""
@@ -93,13 +101,13 @@ class Library:
                     pipe.close()
             process.wait()
 
-    def _ask(self, name: str, passed: list[tuple[str, Any]]) -> list[bytes]:
+    def _ask(self, name: str, passed: list[tuple[str, Any]]) -> tuple[list[bytes], list[int]]:
         process = self._process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         try:
             _send(process, (name, int(self.order), passed))
-            answer: list[bytes] = pickle.load(process.stdout)
+            answer: tuple[list[bytes], list[int]] = pickle.load(process.stdout)
         except (EOFError, BrokenPipeError, pickle.UnpicklingError):
             self.close()
             self._report.seek(0)
@@ -126,7 +134,7 @@ class Library:
             pipesize=2**20,  # few turns between the two processes
             env=environment,
         )
-        _send(process, (str(self.path), _shared_arrays(self.path)))
+        _send(process, (str(self.path), self._shared))
         return process
 
 
@@ -174,16 +182,21 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def _shared_arrays(library: Path) -> list[tuple[int, int]]:
-    """Return (distance from an anchor, size) of all `__shared__` arrays: statics of functions."""
+def _symbols(library: Path) -> tuple[list[tuple[int, int]], dict[int, str]]:
+    """Return all `__shared__` arrays, statics of functions, and the names of all functions.
+
+    Both by their distance from an anchor; the arrays with their sizes.
+    """
     listed = subprocess.check_output(["nm", "-S", str(library)], text=True)
-    found, anchor = [], 0
-    for fields in map(str.split, listed.splitlines()):
-        if fields[-1] == "qk_emulator_order":
-            anchor = int(fields[0], 16)
-        if len(fields) == 4 and fields[2] in "bBV" and fields[3].startswith("_ZZ"):
-            found.append((int(fields[0], 16), int(fields[1], 16)))
-    return [(address - anchor, size) for address, size in found]
+    rows = [fields for fields in map(str.split, listed.splitlines()) if len(fields) == 4]
+    (anchor,) = (int(fields[0], 16) for fields in rows if fields[-1] == "qk_emulator_order")
+    arrays, functions = [], {}
+    for address, size, kind, name in rows:
+        if kind in "bBV" and name.startswith("_ZZ"):
+            arrays.append((int(address, 16) - anchor, int(size, 16)))
+        elif kind in "tTW":
+            functions[int(address, 16) - anchor] = name
+    return arrays, functions
 
 
 def _bytes(value: np.ndarray[Any, Any] | torch.Tensor) -> np.ndarray[Any, Any]:

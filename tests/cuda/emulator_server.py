@@ -50,6 +50,14 @@ def call(function: Any, arguments: list[tuple[str, Any]]) -> list[bytes]:
     return after
 
 
+def launched(library: ctypes.CDLL) -> list[int]:
+    """Return which kernels the last call launched, as the library says it."""
+    distances = (ctypes.c_int64 * 256)()
+    library.qk_emulator_launched.restype = ctypes.c_int64
+    count = library.qk_emulator_launched(distances, ctypes.c_int64(len(distances)))
+    return distances[:count]
+
+
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     """Answer requests until there are no more."""
     library = None
@@ -63,7 +71,8 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             continue
         name, order, arguments = request
         library.qk_emulator_order(order)
-        pickle.dump(call(getattr(library, name), arguments), replies, protocol=5)
+        after = call(getattr(library, name), arguments)
+        pickle.dump((after, launched(library)), replies, protocol=5)
         replies.flush()
 
 

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdarg>
 #include <cstring>
+#include <set>
 #include <source_location>
 #include <type_traits>
 #include <utility>
@@ -70,6 +71,7 @@ struct State {
   unsigned char* dynamic_shared = nullptr;
   size_t dynamic_bytes = 0;
   std::vector<SharedArray> shared;
+  std::set<const unsigned char*> launched;  // addresses of kernels
 };
 
 inline State the_state;
@@ -287,6 +289,7 @@ void launch(dim3 grid, dim3 block, size_t shared_bytes, void (*kernel)(Parameter
   auto call = [&] { kernel(static_cast<Parameters>(arguments)...); };
   s.call = [](void* closure) { (*static_cast<decltype(call)*>(closure))(); };
   s.arguments = &call;
+  s.launched.insert(reinterpret_cast<const unsigned char*>(kernel));
   s.dynamic_bytes = shared_bytes;  // a heap block of just this size: one byte over is noticed
   s.dynamic_shared = static_cast<unsigned char*>(std::malloc(shared_bytes));
   blockDim = block;
@@ -313,5 +316,18 @@ inline __attribute__((used, visibility("default"))) void qk_emulator_shared(int6
   auto* anchor = reinterpret_cast<unsigned char*>(&qk_emulator_order);
   quantkit::cuda::emulator::state().shared.push_back(
       {anchor + distance, static_cast<size_t>(bytes)});
+}
+// Which kernels were launched since the last call, as distances from qk_emulator_order; returns how
+// many, at most `room`.
+inline __attribute__((used, visibility("default"))) int64_t qk_emulator_launched(int64_t* distances,
+                                                                                 int64_t room) {
+  auto* anchor = reinterpret_cast<const unsigned char*>(&qk_emulator_order);
+  auto& launched = quantkit::cuda::emulator::state().launched;
+  int64_t count = 0;
+  for (const unsigned char* kernel : launched) {
+    if (count < room) distances[count++] = kernel - anchor;
+  }
+  launched.clear();
+  return count;
 }
 }
