@@ -154,11 +154,7 @@ class Decoder:
     @torch.inference_mode()
     def head(self, hidden: Tensor) -> Tensor:
         """Return the logits. Shapes: [rows, hidden_size] -> float32 [rows, vocab]."""
-        logits = self._head(hidden, torch.float32)
-        divisor, cap = self.shape.logits_divisor, self.shape.logits_cap
-        if cap is not None:
-            return torch.tanh(logits / cap) * cap
-        return logits if divisor == 1.0 else logits / divisor
+        return self.shape.logits(self._head(hidden, torch.float32))
 
     def run_step(self, input_ids: Tensor, cache: PagedCache, step: CacheStep) -> Tensor:
         """Append tokens to the cache, one op after another.

@@ -7,7 +7,7 @@ UnsupportedError here, and is then run through transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from quantkit.errors import CheckpointError, UnsupportedError, first_line
@@ -20,6 +20,7 @@ from quantkit.runtime.families import (
     Family,
     MlpNames,
 )
+from quantkit.runtime.logits_rule import LogitsRule
 from quantkit.runtime.rope import check_rope, head_dim, long_from, rotary_layers
 
 _KNOWN_OPTIONS = frozenset(
@@ -106,10 +107,9 @@ class ModelShape:
     experts: ExpertShape | None = None
     embedding_multiplier: float = 1.0
     rounds_multiplier: bool = False  # to the dtype of activations
-    logits_cap: float | None = None  # logits become cap * tanh(logits / cap)
-    scores_cap: float | None = None  # and so do the scores of attention
+    scores_cap: float | None = None  # scores of attention become cap * tanh(scores / cap)
     residual_multiplier: float = 1.0  # of what attention and MLP add to the residual stream
-    logits_divisor: float = 1.0
+    logits: LogitsRule = field(default_factory=LogitsRule)
 
     @property
     def norm_names(self) -> NormNames:
@@ -229,10 +229,9 @@ def model_shape(config: Any) -> ModelShape:
         experts=_experts(config, family.experts) if family.experts else None,
         embedding_multiplier=float(multiplier),
         rounds_multiplier=family.scales_embedding,
-        logits_cap=getattr(config, "final_logit_softcapping", None),
         scores_cap=getattr(config, "attn_logit_softcapping", None),
         residual_multiplier=float(getattr(config, "residual_multiplier", 1.0)),
-        logits_divisor=float(getattr(config, "logits_scaling", 1.0)),
+        logits=LogitsRule.of(config),
     )
 
 

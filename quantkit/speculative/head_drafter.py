@@ -58,6 +58,7 @@ class HeadRunner:
         self._norms = norms
         self._input = linears["input"]
         self._output = _linear(ends.output[head.token_ids].float(), device)
+        self._rule = ends.logits
         self._embedding = ends.embedding.to(device, self.dtype)
         self._token_ids = head.token_ids.to(device)
         self._layers = StepLayers()
@@ -118,7 +119,7 @@ class HeadRunner:
 
         Shapes: [rows, hidden_size] -> float32 [rows, vocab].
         """
-        narrow = _apply(self._output, hidden, torch.float32)
+        narrow = self._rule(_apply(self._output, hidden, torch.float32))
         wide = narrow.new_full((len(hidden), self.shape.vocab_size), -torch.inf)
         return wide.index_copy_(1, self._token_ids, narrow)
 

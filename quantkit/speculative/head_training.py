@@ -83,6 +83,7 @@ class Trainer:
         self._embedding = ends.embedding
         self.token_ids = frequent_tokens(usable, shape.vocab_size, training.draft_vocab)
         self._output = ends.output[self.token_ids].float()
+        self._rule = ends.logits
         self._held_out = usable[::HELD_OUT]
         self._texts = [text for n, text in enumerate(usable) if n % HELD_OUT]
         self._generator = torch.Generator().manual_seed(training.seed)
@@ -145,7 +146,7 @@ class Trainer:
         """Return the head's logits of each drafting step, [batch * window, draft vocabulary]."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self._half):
             guesses = self.model.unroll(batch.known, batch.embedded, steps)
-            return [F.linear(guess, self._output).flatten(0, 1) for guess in guesses]
+            return [self._rule(F.linear(guess, self._output)).flatten(0, 1) for guess in guesses]
 
     def _sample(self) -> Batch:
         """Return windows of random texts at random places."""
@@ -172,7 +173,7 @@ class Trainer:
             sums.append(text.log_sums[start : start + length])
         ids, state = torch.stack(tokens), torch.stack(after).float()
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=self._half):
-            target = F.linear(state, self._output).flatten(0, 1)
+            target = self._rule(F.linear(state, self._output)).flatten(0, 1)
         return Batch(
             known=torch.stack(before).float(),
             state=state,

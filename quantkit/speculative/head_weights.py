@@ -7,7 +7,7 @@ copied there: they are read from the target's checkpoint.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.numerics import E4M3, amax_to_scale, dequantize, quantize, tile_amax
+from quantkit.runtime.logits_rule import LogitsRule
+from quantkit.runtime.shapes import parse_config
 from quantkit.shards import ShardReader, ShardWriter, read_json, write_json
 from quantkit.staging import MARKER, StagedFolder, check_destination
 
@@ -65,6 +67,7 @@ class TargetEnds:
 
     embedding: Tensor
     output: Tensor
+    logits: LogitsRule = field(default_factory=LogitsRule)
 
     @classmethod
     def read(cls, checkpoint: Checkpoint) -> TargetEnds:
@@ -74,7 +77,8 @@ class TargetEnds:
             raise CheckpointError(f"{checkpoint.path} has no {embedding}.weight to draft with")
         matrix = _plain(checkpoint, embedding)
         tied = f"{output}.weight" not in checkpoint
-        return cls(matrix, matrix if tied else _plain(checkpoint, output))
+        rule = LogitsRule.of(parse_config(checkpoint.config))
+        return cls(matrix, matrix if tied else _plain(checkpoint, output), rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ class DraftHead:
     def load(cls, folder: Path) -> DraftHead:
         """Read a folder; raises CheckpointError if it is damaged."""
         content = read_json(folder / MARKER)[KEY]
-        names = {field.name for field in fields(HeadShape)}
+        names = {each.name for each in fields(HeadShape)}
         shape = HeadShape(**{name: content["shape"][name] for name in names})
         reader = ShardReader(folder)
         weights: Weights = {name: reader.tensor(f"{name}.weight").float() for name in NORMS}

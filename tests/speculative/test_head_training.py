@@ -100,6 +100,19 @@ def test_the_loss_turns_from_cross_entropy_to_total_variation(
     )
 
 
+@pytest.mark.parametrize("family", ["granite", "gemma3"])
+def test_what_a_target_does_to_its_logits_is_done_in_training_too(
+    tmp_path: Path, family: str
+) -> None:
+    path = checkpoints.build(tmp_path / family, checkpoints.FAMILIES[family]())
+    engine: Any = load_engine(path, dtype="float32")
+    hidden = torch.randn(5, engine.hidden_size)
+    ends = TargetEnds.read(open_checkpoint(path))
+    products = hidden @ ends.output.float().T
+    assert torch.allclose(ends.logits(products), engine.head(hidden), atol=1e-5)
+    assert not torch.allclose(products, engine.head(hidden), atol=1e-2)
+
+
 def test_training_repeats_with_a_seed(texts: list[Text], ends: TargetEnds) -> None:
     def weights(seed: int) -> dict[str, torch.Tensor]:
         return trainer(ends, texts, updates=3, seed=seed).run(60.0).weights
