@@ -37,8 +37,8 @@ class CheckpointOutput:
         for name, tensor in calibrated.items():
             if name.endswith("_scale"):
                 check_scale(name, tensor)
-        taken = {name for name in self._left if name.startswith(prefix)}
-        self.skip(prefix)
+        taken = {name for name in self._left if name.startswith(prefix) or name in calibrated}
+        self._left = [name for name in self._left if name not in taken]
         for name in sorted(taken | set(calibrated)):
             found = calibrated.get(name)
             if found is None:

@@ -162,7 +162,8 @@ def _plan_held_otherwise(skeleton: Skeleton) -> list[ModulePlan]:
     """
     source = skeleton.source
     stored_of = {name: skeleton.source_name(name) for name, _ in skeleton.model.named_parameters()}
-    planned = {stored_of[f"{name}.weight"] for name in skeleton.linear_modules()} - {None}
+    # A tied head has its weight under the name of the embedding.
+    planned = {stored_of.get(f"{name}.weight") for name in skeleton.linear_modules()} - {None}
     prefixes, plans = _stored_prefixes(skeleton), []
     for name in source.names:
         shape = source.shape(name)

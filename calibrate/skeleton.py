@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from quantkit.calibrate.fused_source import with_split_experts
 from quantkit.calibrate.source import ModelSource
 from quantkit.errors import SourceError, UnsupportedError
 from quantkit.experts import find_fused, split_experts
+from quantkit.linears import check_model_type, is_linear
 from quantkit.model_names import names_in_model
 
 logger = logging.getLogger("quantkit")
@@ -42,6 +44,7 @@ class Skeleton:
         self.dtype = dtype
         self.device = device
         self._is_whole = False
+        check_model_type(config.model_type)
         self.model = _build_empty(config, source, dtype)
         fused = find_fused(self.model)
         self.source = with_split_experts(source, names_in_model(self.model, source.names), fused)
@@ -94,15 +97,29 @@ class Skeleton:
             inside = name.removeprefix(module_name)
             if name.startswith(f"{module_name}.") and stored.endswith(inside):
                 return stored.removesuffix(inside)
-        return module_name
+        return self._common_name(module_name) or module_name
+
+    def _common_name(self, module_name: str) -> str:
+        """Return what the source's names of a module's tensors begin with; "" if it has none.
+
+        For models whose parts have other names on disk. Raises UnsupportedError if other tensors
+        begin so too.
+        """
+        names, inside = self._source_names or {}, f"{module_name}."
+        own = {other for name, other in names.items() if name.startswith(inside)}
+        levels = zip(*(name.split(".")[:-1] for name in own), strict=False)
+        prefix = ".".join(level[0] for level in takewhile(lambda x: len(set(x)) == 1, levels))
+        same = {name for name in names.values() if name.startswith(f"{prefix}.")}
+        if not same <= own:
+            raise UnsupportedError(
+                f"{self.source.name} stores {module_name} under names that begin like those of "
+                f"other modules ({prefix}); quantkit cannot tell them apart"
+            )
+        return prefix
 
     def linear_modules(self) -> dict[str, nn.Linear]:
-        """Return {full name: module} of every nn.Linear, in the model's order."""
-        return {
-            name: module
-            for name, module in self.model.named_modules()
-            if isinstance(module, nn.Linear)
-        }
+        """Return {full name: module} of every linear layer, in the model's order."""
+        return {name: module for name, module in self.model.named_modules() if is_linear(module)}
 
     def routers(self) -> set[str]:
         """Return the full names of the modules that choose experts or weigh them.

@@ -6,6 +6,7 @@ have the prefix of the base model. Knows names only, never reads a tensor.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,7 +27,23 @@ def names_in_model(model: Any, names: Iterable[str]) -> dict[str, str]:
         renamed, _ = rename_source_key(name, renamings, [], model.base_model_prefix, known)
         if renamed in known:
             mapping[name] = renamed
+        elif name in known:  # a rule for other tensors that this one looks like
+            mapping[name] = name
     return mapping
+
+
+def is_converted(model: Any, name: str) -> bool:
+    """Tell whether transformers computes a parameter of the model from other tensors on loading."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter
+
+    patterns = [
+        pattern
+        for transform in get_model_conversion_mapping(model)
+        if isinstance(transform, WeightConverter)
+        for pattern in transform.target_patterns
+    ]
+    return any(re.search(pattern.lstrip("."), name) for pattern in patterns)
 
 
 def merged_names(model: Any, target: str) -> list[str]:

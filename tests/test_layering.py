@@ -14,7 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SHARED = (
     "errors", "numerics", "scheme", "containers", "staging", "tensor_file", "shards", "side_files",
-    "checkpoint", "config_sizes", "model_names", "experts", "tokenizer_check",
+    "checkpoint", "config_sizes", "model_names", "experts", "linears",
+    "tokenizer_check",
 )  # fmt: skip
 OPS = (
     "extension", "op_checks", "outliers", "ops", "dense_ops", "attention_ops", "cache_ops",
@@ -22,7 +23,7 @@ OPS = (
     "probe_ops",
 )  # fmt: skip
 RUNTIME = (
-    "errors", "numerics", "scheme", "shards", "checkpoint", "model_names", "experts",
+    "errors", "numerics", "scheme", "shards", "checkpoint", "model_names", "experts", "linears",
     "tokenizer_check", *OPS, "runtime",
 )  # fmt: skip
 EVERYTHING = (
@@ -65,6 +66,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "model_names": (),
     "tokenizer_check": (),
     "experts": ("model_names",),
+    "linears": ("errors",),
     "calibrate": (*SHARED, "calibrate"),
     "extension": (),
     "op_checks": ("errors",),

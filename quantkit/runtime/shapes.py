@@ -44,6 +44,10 @@ _KNOWN_OPTIONS = frozenset(
 )  # fmt: skip
 
 
+_SPECIAL_FLOATS = ("Infinity", "-Infinity", "NaN")
+"""Numbers that JSON lacks, as transformers spells them."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
     """The experts of each layer that has some; `names` as in Family."""
@@ -166,11 +170,22 @@ def parse_config(config: Mapping[str, Any]) -> Any:
         )
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
     try:
-        return CONFIG_MAPPING[model_type].from_dict(plain)
+        return CONFIG_MAPPING[model_type].from_dict(_with_floats(plain))
     except Exception as error:  # its own checks of a config raise of every kind
         raise CheckpointError(
             f"config.json is not a valid {model_type} config: {first_line(error)}"
         ) from error
+
+
+def _with_floats(value: Any) -> Any:
+    """Return a value of a config.json with infinities as numbers: `{"__float__": "Infinity"}`."""
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in _SPECIAL_FLOATS:
+        return float(value["__float__"])
+    return {key: _with_floats(item) for key, item in value.items()}
 
 
 def model_shape(config: Any) -> ModelShape:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from quantkit.checkpoint import cached_layers
+from quantkit.checkpoint import QuantizedWeight, cached_layers
 from quantkit.errors import CheckpointError, GenerationError, UnsupportedError, first_line
 from quantkit.experts import FUSED, find_fused, split_experts
-from quantkit.model_names import names_in_model
+from quantkit.linears import check_model_type, is_linear
+from quantkit.model_names import is_converted, names_in_model
 from quantkit.numerics import E4M3, Format, decode, encode
 from quantkit.runtime.decoder import check_context
 from quantkit.runtime.engine import SequenceCache
@@ -35,18 +36,33 @@ from quantkit.runtime.weights import WeightReader
 UNLIMITED = 2**31 - 1
 """Context length of models without position limit (relative or no positions)."""
 
-PLAIN_LINEARS = ("Linear", "FalconLinear")
-"""Classes that compute `x @ weight.T + bias`; others of nn.Linear may do more."""
-
 
 class SwappedLinear(nn.Module):
-    """Stands where transformers had an nn.Linear. Shapes: [..., in_features] in, any rank."""
+    """Stands where transformers had an nn.Linear. Shapes: [..., in_features] in, any rank.
 
-    def __init__(self, linear: Linear, in_features: int, out_features: int) -> None:
+    `stored` is what `linear` was made of.
+    """
+
+    def __init__(
+        self, linear: Linear, stored: QuantizedWeight, dtype: torch.dtype, device: torch.device
+    ) -> None:
         super().__init__()
         self.linear = linear
-        self.in_features = in_features
-        self.out_features = out_features
+        self.out_features, self.in_features = stored.codes.shape
+        self._stored = stored
+        self._dtype = dtype
+        self._device = device
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantized weight, for models that multiply by it themselves, as Mamba does."""
+        return self._stored.dequantize(self._dtype).to(self._device)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The bias, for the same models."""
+        bias = self._stored.bias
+        return None if bias is None else bias.to(self._device, self._dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the layer's output, of x's rank."""
@@ -162,6 +178,7 @@ class TransformersEngine:
         device_map: str | DeviceMap | None = None,
     ) -> None:
         text_config = config.get_text_config(decoder=True)
+        check_model_type(config.model_type)
         self.vocab_size = int(text_config.vocab_size)
         self.max_context = int(getattr(text_config, "max_position_embeddings", None) or UNLIMITED)
         self.device = reader.device
@@ -177,6 +194,7 @@ class TransformersEngine:
         self._model = load_model(reader, config, device_map)
         parameters = inspect.signature(self._model.forward).parameters
         self._keeps_last = "logits_to_keep" in parameters
+        self._takes_positions = "position_ids" in parameters
         # Renamed in the course of transformers 5.
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
 
@@ -203,6 +221,10 @@ class TransformersEngine:
         chunks = torch.split(input_ids.to(self.device), list(num_new_tokens))
         for sequence, ids in zip(sequences, chunks, strict=True):
             options[self._cache_argument] = cache[sequence]
+            if self._takes_positions:  # Bamba would count from 0 in every pass
+                start = cache.lengths[sequence]
+                positions = torch.arange(start, start + len(ids), device=self.device)
+                options["position_ids"] = positions.unsqueeze(0)
             logits = self._model(ids.unsqueeze(0), use_cache=True, **options).logits[0]
             cache.advance(sequence, len(ids))
             parts.append(logits[-1:] if last_only else logits)
@@ -238,6 +260,11 @@ def load_model(reader: WeightReader, config: Any, device_map: str | DeviceMap | 
     model.load_state_dict(plain, strict=False, assign=True)
     model.tie_weights()
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if missing and is_converted(model, missing[0]):
+        raise UnsupportedError(
+            f"{type(model).__name__} makes {missing[0]} of tensors that the checkpoint holds "
+            "otherwise, as transformers does on loading; quantkit cannot run it, transformers can"
+        )
     if missing:
         raise CheckpointError(
             f"{reader.checkpoint.path} lacks {len(missing)} tensors of {type(model).__name__}, the "
@@ -287,16 +314,17 @@ def _swap(
 ) -> None:
     target = (weight_name or module).removesuffix(".weight")
     old = model.get_submodule(target) if weight_name else None
-    if not isinstance(old, nn.Linear) or type(old).__name__ not in PLAIN_LINEARS:
+    if old is None or not is_linear(old):
         kind = "missing" if old is None else f"a {type(old).__name__}"
         raise UnsupportedError(
             f"{module} is quantized and is {kind} in {type(model).__name__} of transformers; "
-            "only nn.Linear modules can be served"
+            "only linear layers can be served"
         )
     size = (old.out_features, old.in_features)
     source = reader.on(placed.device_of(target))
     linear = source.linear([module], [size[0]], size[1], bias=old.bias is not None)
-    model.set_submodule(target, SwappedLinear(linear, size[1], size[0]))
+    stored = reader.checkpoint.weight(module)
+    model.set_submodule(target, SwappedLinear(linear, stored, reader.dtype, source.device))
 
 
 def _rounded(x: Tensor, scale: Tensor, fmt: Format) -> Tensor:
