@@ -31,7 +31,7 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	.venv/bin/python -m pytest
 
-# The long sweeps that make test leaves out, marked slow: thousands of damaged checkpoints.
+# The long sweeps that make test leaves out, marked slow: thousands of damaged files, kills, kernels.
 test-slow: $(INSTALLED)
 	.venv/bin/python -m pytest -m slow
 
