@@ -34,7 +34,10 @@ EVERYDAY = (
 NO_LINEARS = r"no linear module in its decoder layers that is stored as one \(Conv1D"
 UNEQUAL = r"has no list of equal decoder layers"
 CONVERTED = r"of tensors that the checkpoint holds otherwise, as transformers does on loading"
+UNTIED = r"ties lm_head.weight to \S+ \(tie_word_embeddings\) but stores different values"
 REFUSED = {
+    "bigbird_pegasus": UNTIED,  # transformers itself does not tie what their configs say
+    "cpmant": UNTIED,
     "gemma3n_text": NO_LINEARS,
     "gpt-sw3": NO_LINEARS,
     "gpt2": NO_LINEARS,
@@ -45,6 +48,7 @@ REFUSED = {
     "nemotron_h": CONVERTED,
     "olmo_hybrid": UNEQUAL,
     "openai-gpt": NO_LINEARS,
+    "prophetnet": r"has no tensor prophetnet\.decoder\.word_embeddings\.weight",
     "rwkv": r"type 'rwkv' cannot be quantized: it rescales weights in place",
 }
 """Models that are refused, and why."""
