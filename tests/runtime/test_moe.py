@@ -18,6 +18,8 @@ from torch import Tensor
 from quantkit import load_fp8
 from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.experts import route
+from quantkit.ops import FEW_ROWS
 from quantkit.runtime.decoder import Decoder
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.layers import DenseLinear
@@ -232,6 +234,30 @@ class TestRouter:
         weight = torch.randn(5, 8, dtype=torch.bfloat16)
         _, weights = Router(DenseLinear(weight), 2, False, rounds)(weight)
         assert weights.dtype == (torch.bfloat16 if rounds else torch.float32)
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 60])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen2-moe", "qwen3-moe"])
+def test_experts_in_one_op_are_what_they_are_one_by_one(made: Made, kind: str, tokens: int) -> None:
+    engine = load_engine(made(kind)[0], dtype="float32")
+    assert isinstance(engine, Decoder)
+    mlp = engine._layers[1].mlp
+    assert isinstance(mlp, RoutedMlp)
+    assert mlp.grouped is not None
+    x = torch.randn(tokens, engine.hidden_size)
+    numbers, weights = mlp.router(x)
+    many = int(numbers.flatten().bincount().max()) > FEW_ROWS
+    assert mlp.grouped.take(numbers) is not many  # no matrix unit takes float32
+    one_by_one = route(x, numbers, weights, mlp.experts)
+    torch.testing.assert_close(mlp.grouped(x, numbers, weights), one_by_one)
+
+
+def test_experts_whose_inputs_are_rounded_run_one_by_one(made: Made) -> None:
+    engine = load_engine(made("mixtral")[0], activations="quantized")
+    assert isinstance(engine, Decoder)
+    mlp = engine._layers[0].mlp
+    assert isinstance(mlp, RoutedMlp)
+    assert mlp.grouped is None
 
 
 def test_layers_without_experts_are_plain(made: Made) -> None:
