@@ -49,11 +49,15 @@ REFUSED = {
     "olmo_hybrid": UNEQUAL,
     "openai-gpt": NO_LINEARS,
     "prophetnet": r"has no tensor prophetnet\.decoder\.word_embeddings\.weight",
+    "rembert": r"no output head is stored",  # nor does transformers find it where it is
     "rwkv": r"type 'rwkv' cannot be quantized: it rescales weights in place",
+    "sarvam_moe": CONVERTED,
+    "xlm": r"XLMWithLMHeadModel changes hidden states between its decoder layers",
 }
 """Models that are refused, and why."""
 WITHOUT_KEYS = ("bamba", "falcon_mamba", "mamba", "mamba2")
 """Models with layers that cache no keys, for which KV scales are refused."""
+NOT_COMPARABLE = {"youtu": "transformers clears the padding token's row of what it has loaded"}
 MAX_PARAMETERS = 20_000_000
 PROMPT = tiny.random_ids(9)
 FLOAT32 = 1e-5  # of the largest logit: the same kernels, and sums over experts in another order
@@ -118,6 +122,8 @@ def run(kind: str, source: Path, folder: Path) -> None:
      for kind in MODEL_TYPES],
 )  # fmt: skip
 def test_it_works_through_transformers_or_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    if kind in NOT_COMPARABLE:
+        pytest.skip(NOT_COMPARABLE[kind])
     source = build(kind, tmp_path / "source")
     if kind not in REFUSED:
         run(kind, source, tmp_path)

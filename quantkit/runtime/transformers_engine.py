@@ -194,7 +194,7 @@ class TransformersEngine:
         self._model = load_model(reader, config, device_map)
         parameters = inspect.signature(self._model.forward).parameters
         self._keeps_last = "logits_to_keep" in parameters
-        self._takes_positions = "position_ids" in parameters
+        self._takes_positions = "position_ids" in parameters and not _numbers_tokens(self._model)
         # Renamed in the course of transformers 5.
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
 
@@ -272,6 +272,11 @@ def load_model(reader: WeightReader, config: Any, device_map: str | DeviceMap | 
         )
     _report_unused(model, reader.unused())
     return placed.dispatch(model).eval()
+
+
+def _numbers_tokens(model: Any) -> bool:
+    """Tell whether positions begin beyond the number of the padding token, as in RoBERTa."""
+    return any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules())
 
 
 def _report_unused(model: Any, names: Sequence[str]) -> None:
