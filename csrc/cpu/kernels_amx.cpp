@@ -32,6 +32,8 @@
 // After the chunks of linear layers.
 #include "amx_attention_tile.h"
 // After the operands.
+#include "amx_attention_weights.h"
+// After the weights.
 #include "amx_attention.h"
 
 namespace quantkit {
