@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import quantkit
 from quantkit.calibrate.budget import keep_sensitive, measure_sensitivity, quantized_linears
-from quantkit.calibrate.data import Samples, effective_seq_len, load_samples
+from quantkit.calibrate.data import Samples
 from quantkit.calibrate.expert_tokens import scarce_warnings
 from quantkit.calibrate.head import quantize_head
 from quantkit.calibrate.journal import Journal, finished_report
@@ -26,34 +26,20 @@ from quantkit.calibrate.kv_report import kv_warnings
 from quantkit.calibrate.layer import calibrate_layer
 from quantkit.calibrate.layerwise import Batch, LayerwiseModel, make_batches
 from quantkit.calibrate.observers import ObserverFactory
-from quantkit.calibrate.output import CheckpointOutput, bytes_of_dtype, peak_bytes
-from quantkit.calibrate.plan import Plan, make_plan
+from quantkit.calibrate.output import CheckpointOutput
+from quantkit.calibrate.plan import Plan
 from quantkit.calibrate.progress import Phase
 from quantkit.calibrate.recipe import Recipe, load_recipe
 from quantkit.calibrate.records import from_json
 from quantkit.calibrate.report import LayerReport, Report, zeroed_warnings
-from quantkit.calibrate.self_data import generate_samples
 from quantkit.calibrate.sensitivity import Sensitivity
-from quantkit.calibrate.skeleton import Skeleton
-from quantkit.calibrate.source import ModelSource, fingerprint, open_source
+from quantkit.calibrate.setup import DTYPES, RunOptions, Setup, set_up
+from quantkit.calibrate.source import ModelSource, fingerprint
 from quantkit.checkpoint import cached_layers
 from quantkit.containers import default_container
-from quantkit.errors import CalibrationError, CheckpointError, DataError, UnsupportedError
+from quantkit.errors import CalibrationError, CheckpointError
 from quantkit.shards import MAX_SHARD_BYTES, ShardWriter, write_json
 from quantkit.staging import StagedFolder, check_destination, check_free_space
-
-COMPUTE_DTYPE = torch.bfloat16
-"""What layers compute in, whatever the source is stored in, so that the same weights give the same
-scales in every dtype. It has the range of float32."""
-BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Tokens per batch when no batch size is given: what fits a CPU's caches, or fills a GPU."""
-DEFAULT_SEQ_LEN = 2048
-DTYPES = {
-    "auto": None,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
 
 
 def calibrate(
@@ -122,78 +108,112 @@ def calibrate(
     """
     chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     chosen = chosen.with_options(kv, tuple(ignore), tiers, budget, head, observer)
-    _check_options(dtype, samples=samples, seq_len=seq_len, batch_size=batch_size)
+    options = RunOptions(
+        data=tuple(data),
+        samples=samples,
+        strict_samples=strict_samples,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        seed=seed,
+        dtype=dtype,
+        dry_run=dry_run,
+        resume=resume,
+        chat_template=chat_template,
+        max_shard_bytes=max_shard_bytes,
+        progress=progress,
+    )
     destination = None if dry_run else _destination(output, model)
-    source = open_source(model, trust_remote_code)
-    skeleton = Skeleton(source, source.config(), COMPUTE_DTYPE, _device(device))
-    tokenizer = source.tokenizer() if chosen.needs_data and not dry_run else None
-    length, note = _sample_length(skeleton, tokenizer, seq_len)
-    size = batch_size or max(1, BATCH_TOKENS[skeleton.device.type] // length)
-    if skeleton.has_experts:
-        size = 1  # routers and experts would multiply the tokens of all sequences together
-    plan = make_plan(skeleton, chosen, samples, length, size)
-    added = bytes_of_dtype(skeleton, plan, DTYPES[dtype])
-    plan = replace(plan, target_bytes=plan.target_bytes + added)
+    setup = set_up(model, chosen, options, device, trust_remote_code)
     if destination is None:
-        return Report(plan)
-    hidden = _hidden_bytes(skeleton, samples * length if chosen.needs_data else 0)
-    needed = peak_bytes(plan.target_bytes, hidden, max_shard_bytes)
-    check_free_space(destination, needed - Journal.size(destination))
+        return Report(setup.plan)
+    check_free_space(destination, setup.peak_bytes - Journal.size(destination))
     with StagedFolder(destination) as stage:
-        with Phase("checking weights", len(source.names), quiet=True) as phase:
-            source.scan(phase.advance)
-        found: Samples | None = None
-        if chosen.needs_data:
-            found = load_samples(
-                data,
-                tokenizer,
-                num_samples=samples,
-                seq_len=length,
-                seed=seed,
-                chat_template=_read_template(chat_template),
-                self_generate=partial(generate_samples, source),
-            )
-            if strict_samples:
-                _check_count(found, samples)
-        report = Report(plan, destination)
-        report.warn([*plan.warnings, *([note] if note else [])])
-        report.warn(found.warnings if found else [])
-        report.provenance = _provenance(plan, source, found, seed, dtype)
-        if resume and not Journal.size(destination):
-            finished = finished_report(destination, plan, report.provenance)
-            if finished is not None:
-                return finished
-        run = _fingerprint(report.provenance, skeleton, size, max_shard_bytes)
-        has_head = any(module.layer is None for module in plan.quantized)
-        with Journal(destination, run, len(skeleton.layers), resume, has_head) as journal:
-            shards = ShardWriter(
-                stage.path, max_shard_bytes, work=journal.folder, num_pieces=journal.num_pieces
-            )
-            output_tensors = CheckpointOutput(skeleton, shards, DTYPES[dtype])
-            batches = make_batches(found.ids, size) if found else []
-            layerwise = LayerwiseModel(skeleton)
-            moving = layerwise.prepare(batches) if batches else []
-            if journal.prelude is None:
-                report.sensitivity = measure_sensitivity(plan, layerwise, batches, progress)
-                if report.sensitivity is not None:
-                    journal.set_prelude(asdict(report.sensitivity))
-            else:
-                report.sensitivity = from_json(Sensitivity, journal.prelude)
-            plan = keep_sensitive(plan, report.sensitivity)
-            report.layers = _quantize(
-                plan, layerwise, moving, output_tensors, journal, report.sensitivity, progress
-            )
-            head_tensors, report.outside = quantize_head(plan, layerwise, moving)
-            output_tensors.write("", head_tensors)
-            flagged = kv_warnings({layer.name: layer.kv for layer in report.layers if layer.kv})
-            reach = {layer.name: layer.experts for layer in report.layers}
-            report.warn([*flagged, *scarce_warnings(reach), *zeroed_warnings(report.layers)])
-            report.plan = replace(plan, target_bytes=output_tensors.finish())
-            write_json(stage.path / "config.json", _config_json(report, source, DTYPES[dtype]))
-            source.write_side_files(stage.path)
-            write_json(stage.path / "quantkit.json", report.to_json())
-            stage.commit()
+        return _run(setup, options, destination, stage)
+
+
+def _run(setup: Setup, options: RunOptions, destination: Path, stage: StagedFolder) -> Report:
+    """Read the data, quantize into `stage`, and let the checkpoint appear."""
+    source = setup.source
+    with Phase("checking weights", len(source.names), quiet=True) as phase:
+        source.scan(phase.advance)
+    samples = setup.load_samples(options)
+    report = _new_report(setup, samples, options, destination)
+    if options.resume and not Journal.size(destination):
+        finished = finished_report(destination, setup.plan, report.provenance)
+        if finished is not None:
+            return finished
+    run = _fingerprint(report.provenance, setup, options.max_shard_bytes)
+    num_layers = len(setup.skeleton.layers)
+    has_head = any(module.layer is None for module in setup.plan.quantized)
+    with Journal(destination, run, num_layers, options.resume, has_head) as journal:
+        _write(setup, options, stage.path, journal, samples, report)
+        stage.commit()
     return report
+
+
+def _write(
+    setup: Setup,
+    options: RunOptions,
+    folder: Path,
+    journal: Journal,
+    samples: Samples | None,
+    report: Report,
+) -> None:
+    """Write the whole checkpoint into `folder`, and what was done into `report`."""
+    skeleton, dtype = setup.skeleton, DTYPES[options.dtype]
+    shards = ShardWriter(
+        folder, options.max_shard_bytes, work=journal.folder, num_pieces=journal.num_pieces
+    )
+    output = CheckpointOutput(skeleton, shards, dtype)
+    batches = make_batches(samples.ids, setup.batch_size) if samples else []
+    model = LayerwiseModel(skeleton)
+    moving = model.prepare(batches) if batches else []
+    report.sensitivity = _sensitivity(setup.plan, model, batches, journal, options.progress)
+    plan = keep_sensitive(setup.plan, report.sensitivity)
+    report.layers = _quantize(
+        plan, model, moving, output, journal, report.sensitivity, options.progress
+    )
+    head_tensors, report.outside = quantize_head(plan, model, moving)
+    output.write("", head_tensors)
+    _warn(report)
+    report.plan = replace(plan, target_bytes=output.finish())
+    write_json(folder / "config.json", _config_json(report, setup.source, dtype))
+    setup.source.write_side_files(folder)
+    write_json(folder / "quantkit.json", report.to_json())
+
+
+def _sensitivity(
+    plan: Plan,
+    model: LayerwiseModel,
+    batches: Sequence[Tensor],
+    journal: Journal,
+    progress: bool,
+) -> Sensitivity | None:
+    """Return what each group of modules costs: from the journal, or measured and kept there."""
+    if journal.prelude is not None:
+        return from_json(Sensitivity, journal.prelude)
+    found = measure_sensitivity(plan, model, batches, progress)
+    if found is not None:
+        journal.set_prelude(asdict(found))
+    return found
+
+
+def _new_report(
+    setup: Setup, samples: Samples | None, options: RunOptions, destination: Path
+) -> Report:
+    """Return a report of a run that is about to begin."""
+    report = Report(setup.plan, destination)
+    report.warn([*setup.plan.warnings, *setup.notes])
+    report.warn(samples.warnings if samples else [])
+    report.provenance = _provenance(setup, samples, options)
+    return report
+
+
+def _warn(report: Report) -> None:
+    """Add what the layers have to say."""
+    flagged = kv_warnings({layer.name: layer.kv for layer in report.layers if layer.kv})
+    reach = {layer.name: layer.experts for layer in report.layers}
+    report.warn([*flagged, *scarce_warnings(reach), *zeroed_warnings(report.layers)])
 
 
 @torch.no_grad()
@@ -241,21 +261,6 @@ def _quantize(
     return journal.layers
 
 
-def _check_options(dtype: str, **counts: int | None) -> None:
-    for name, value in counts.items():
-        if value is not None and value < 1:
-            option = f"--{name.replace('_', '-')}"
-            raise DataError(f"{option} must be at least 1, got {value}")
-    if dtype not in DTYPES:
-        raise UnsupportedError(f"dtype is {dtype!r}; known: {', '.join(DTYPES)}")
-
-
-def _check_count(found: Samples, asked: int) -> None:
-    if len(found.ids) < asked:
-        reasons = "; ".join(found.warnings) or f"{len(found.ids)} of {asked} samples usable"
-        raise DataError(f"{reasons}; give more --data, or ask for fewer --samples")
-
-
 def _destination(output: str | Path | None, model: str | Path) -> Path:
     if output is None:
         raise CheckpointError("no output folder is given; give one with -o, or use --dry-run")
@@ -264,34 +269,6 @@ def _destination(output: str | Path | None, model: str | Path) -> Path:
         raise CheckpointError(f"{destination} is the model itself; choose another output folder")
     check_destination(destination)
     return destination
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.partition(":")[0] not in ("cpu", "cuda"):
-        raise UnsupportedError(f"device is {name!r}; known: auto, cpu, cuda")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UnsupportedError(f"device {name!r} is not available; use cpu")
-    return torch.device(name)
-
-
-def _sample_length(
-    skeleton: Skeleton, tokenizer: Any, seq_len: int | None
-) -> tuple[int, str | None]:
-    model_limit = getattr(skeleton.model.config.get_text_config(), "max_position_embeddings", None)
-    tokenizer_limit = getattr(tokenizer, "model_max_length", None)
-    requested = seq_len or DEFAULT_SEQ_LEN
-    return effective_seq_len(requested, seq_len is not None, model_limit, tokenizer_limit)
-
-
-def _read_template(path: str | Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"cannot read chat template {path}: {error}") from None
 
 
 def _config_json(report: Report, source: ModelSource, dtype: torch.dtype | None) -> dict[str, Any]:
@@ -305,38 +282,29 @@ def _config_json(report: Report, source: ModelSource, dtype: torch.dtype | None)
     return config
 
 
-def _hidden_bytes(skeleton: Skeleton, num_tokens: int) -> int:
-    """Return the bytes of what enters a layer, for all samples."""
-    hidden_size = int(skeleton.model.config.get_text_config().hidden_size)
-    return num_tokens * hidden_size * skeleton.dtype.itemsize
-
-
-def _fingerprint(
-    provenance: dict[str, Any], skeleton: Skeleton, batch_size: int, max_shard_bytes: int
-) -> dict[str, Any]:
+def _fingerprint(provenance: dict[str, Any], setup: Setup, max_shard_bytes: int) -> dict[str, Any]:
     """Return all that a resumed run must have in common with the unfinished one."""
-    config = json.dumps(skeleton.source.config_dict, sort_keys=True)
+    config = json.dumps(setup.source.config_dict, sort_keys=True)
     return {
-        "batch_size": batch_size,
-        "device": skeleton.device.type,
+        "batch_size": setup.batch_size,
+        "device": setup.skeleton.device.type,
         "max_shard_bytes": max_shard_bytes,
         "config": sha256(config.encode()).hexdigest(),
         **provenance,
     }
 
 
-def _provenance(
-    plan: Plan, source: ModelSource, samples: Samples | None, seed: int, dtype: str
-) -> dict[str, Any]:
+def _provenance(setup: Setup, samples: Samples | None, options: RunOptions) -> dict[str, Any]:
     """Return what a reader needs to repeat the run; no times, no paths."""
     import transformers
 
+    plan, source = setup.plan, setup.source
     return {
         "quantkit_version": quantkit.__version__,
         "profile": "portable" if plan.is_portable else "native",
         "recipe": plan.recipe.to_json(),
-        "seed": seed,
-        "dtype": dtype,
+        "seed": options.seed,
+        "dtype": options.dtype,
         "source": {"name": source.name, "fingerprint": fingerprint(source)},
         "data": samples.provenance if samples else None,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
