@@ -11,6 +11,7 @@ from quantkit.errors import CheckpointError
 MAX_LAYERS = 10_000
 """Far beyond any model; lists of a config have an element a layer."""
 MAX_SIZE = 2**31
+MAX_HEAD_DIM = 2**16
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 SIZES = (
     "vocab_size",
@@ -38,8 +39,9 @@ def check_sizes(config: Mapping[str, Any], path: Path) -> None:
                 raise _wrong(path, key, level[key], f"a number of layers up to {MAX_LAYERS}")
         for key in SIZES:
             is_number = isinstance(level.get(key), int | float)
-            if is_number and not _is_within(level[key], MAX_SIZE):
-                raise _wrong(path, key, level[key], f"a whole number from 1 to {MAX_SIZE}")
+            limit = MAX_HEAD_DIM if key == "head_dim" else MAX_SIZE
+            if is_number and not _is_within(level[key], limit):
+                raise _wrong(path, key, level[key], f"a whole number from 1 to {limit}")
         _check_layer_types(level, path)
 
 

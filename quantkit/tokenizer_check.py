@@ -6,7 +6,7 @@ from typing import Any
 
 
 def usable(tokenizer: Any) -> Any:
-    """Return a tokenizer that has just encoded a letter.
+    """Return a tokenizer that has just encoded a letter, and decoded it.
 
     Libraries open many damaged files, and fail at the first text. Raises ValueError for a length
     that is no number, and whatever the library raises.
@@ -14,5 +14,6 @@ def usable(tokenizer: Any) -> Any:
     limit = tokenizer.model_max_length
     if isinstance(limit, bool) or not isinstance(limit, int | float):
         raise ValueError(f"model_max_length is {limit!r}, expected a number")
-    tokenizer("a")
+    tokenizer.decode(tokenizer("a")["input_ids"], skip_special_tokens=True)
+    _ = tokenizer.all_special_ids  # empty special tokens lead some libraries round in circles
     return tokenizer
