@@ -165,7 +165,7 @@ def parse_config(config: Mapping[str, Any]) -> Any:
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise UnsupportedError(
-            f"config.json has model_type {str(model_type)[:80]!r}, which transformers "
+            f"config.json has model_type {repr(model_type)[:80]}, which transformers "
             f"{transformers.__version__} does not know; a newer one may"
         )
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
