@@ -13,6 +13,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 EXPECTED = {
     "compare_recipes.py": ("fp8-accurate", "mean KL"),
     "custom_recipe.py": ("recipe my-recipe", "down_proj"),
+    "gemma3.py": ("recipe fp8-dynamic", "same top-1"),
     "own_observer.py": ("mean of maxima", "least error"),
     "other_engines.py": ("vllm: ok", "transformers continues with"),
     "quickstart.py": ("recipe fp8-dynamic", "tokens"),

@@ -249,7 +249,10 @@ def load_model(reader: WeightReader, config: Any, device_map: str | DeviceMap | 
     names = names_in_model(model, reader.checkpoint.names)
     placed = ModulePlaces.of(model, device_map, reader, names)
     for module in reader.checkpoint.quantized:
-        _swap(model, names.get(f"{module}.weight"), module, reader, placed)
+        weight_name = names.get(f"{module}.weight")
+        _swap(model, weight_name, module, reader, placed)
+        # A head that is quantized is tied to its embedding no longer.
+        model.all_tied_weights_keys.pop(weight_name, None)
     # A swapped linear has no tensors of its own left, so what remains is what was not quantized.
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     plain = {
@@ -258,7 +261,7 @@ def load_model(reader: WeightReader, config: Any, device_map: str | DeviceMap | 
         if inner in shapes
     }
     model.load_state_dict(plain, strict=False, assign=True)
-    model.tie_weights()
+    model.tie_weights(recompute_mapping=False)
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if missing and is_converted(model, missing[0]):
         raise UnsupportedError(
