@@ -33,9 +33,10 @@ def main() -> None:
     source = model_path()
     print(calibrate(source, FOLDER, samples=32, seq_len=256))
     result = evaluate(FOLDER, source, max_tokens=1024, window=256)
-    [measured] = [found.divergence for found in result.measurements]
-    assert measured is not None
-    print(f"mean KL {measured.mean_kl:.4f}, same top-1 {measured.top1_agreement:.1%}")
+    for found in result.measurements:
+        cost = found.divergence
+        assert cost is not None
+        print(f"KV {found.kv}: mean KL {cost.mean_kl:.4f}, same top-1 {cost.top1_agreement:.1%}")
     export(FOLDER, f"{FOLDER}-hub", engines=["vllm", "transformers"])
 
     model = load_fp8(FOLDER)
