@@ -116,10 +116,14 @@ class Controller:
             MEMORY * old_seconds + draft_seconds + seconds,
         )
 
-    def observe_passes(self, passes: int, seconds: float) -> None:
-        """Learn what the passes of a drafting model took."""
+    def observe_passes(self, passes: int, seconds: float, steady: bool = True) -> None:
+        """Learn what the passes of a drafting model took.
+
+        Those of a step that is not `steady` also read what was committed since the model last ran,
+        a prompt perhaps. That is paid once, and says nothing about the passes that follow.
+        """
         self._passes = passes
-        if not self._timed:
+        if not (self._timed and steady):
             return
         each = seconds / passes
         old = each if self._pass_seconds is None else self._pass_seconds

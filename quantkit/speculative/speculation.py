@@ -96,6 +96,7 @@ class Speculation:
         self._controller = controller
         self._session = session
         self._width = width
+        self._ran = False  # the drafter's model, in the last step
         self._most_drafted = MOST_DRAFTED if width is None else width - 1
 
     def propose(self, running: Sequence[Request]) -> list[Draft]:
@@ -106,8 +107,11 @@ class Speculation:
         limits = [min(request.room - 1, self._most_drafted) for request in running]
         passes, begin = session.passes, time.perf_counter()
         drafts = session.propose(running, limits, controller)
-        if session.passes > passes:
-            controller.observe_passes(session.passes - passes, time.perf_counter() - begin)
+        runs = session.passes > passes
+        if runs:
+            seconds = time.perf_counter() - begin
+            controller.observe_passes(session.passes - passes, seconds, steady=self._ran)
+        self._ran = runs
         return controller.trim(drafts)
 
     def observe(

@@ -127,6 +127,14 @@ def test_a_pass_is_shared_by_the_drafts_in_it() -> None:
     assert judge.pays("unknown", (), 8) >= single
 
 
+def test_a_pass_that_reads_what_was_missed_says_nothing_about_the_next() -> None:
+    judge = controller(row_cost(0.1))
+    judge.observe_passes(1, 50.0, steady=False)
+    assert judge.pays("s", (), 1)
+    judge.observe_passes(1, 50.0)
+    assert not judge.pays("s", (), 1)
+
+
 def test_values_and_prospects_are_gains_in_tokens() -> None:
     judge = controller(row_cost(0.1))
     assert judge.value(draft(0.5, 0.5).guesses) == pytest.approx(0.5 - 0.1 + 0.25 - 0.1)
