@@ -128,7 +128,8 @@ def test_a_pass_is_shared_by_the_drafts_in_it() -> None:
 
 
 def test_a_pass_that_reads_what_was_missed_says_nothing_about_the_next() -> None:
-    judge = controller(row_cost(0.1))
+    judge = Controller(StepCosts(row_cost(0.1)), Acceptance())
+    judge.begin_step(1)
     judge.observe_passes(1, 50.0, steady=False)
     assert judge.pays("s", (), 1)
     judge.observe_passes(1, 50.0)
