@@ -1,8 +1,8 @@
 """What moves a drafter head's weights in training: Muon for matrices, AdamW for vectors.
 
 Muon (Jordan et al., 2024) makes the update of a matrix orthogonal, so that all its directions are
-learned at the same pace. For the few hundred updates that minutes on a CPU allow, that is worth a
-third of the time.
+learned at the same pace. That counts where minutes on a CPU allow a few hundred updates: on SmolLM2
+60 s of training gave the acceptance that AdamW for everything took 100 s to reach.
 """
 
 from __future__ import annotations

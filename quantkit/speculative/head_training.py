@@ -2,9 +2,8 @@
 
 The loss of a drafting step is the cross-entropy of the head's law q with the target's law p, and
 towards the end more and more TV(p, q). The total variation distance is 1 - P(a draft of q is
-accepted), the very thing that counts, but it teaches next to nothing while the two laws hardly
-overlap: from the start it takes several times as long. Tokens that the head cannot draft have
-q = 0.
+accepted), the very thing that counts, but it teaches little while the two laws hardly overlap.
+Tokens that the head cannot draft have q = 0.
 """
 
 from __future__ import annotations
