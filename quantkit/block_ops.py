@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.errors import UnsupportedError
-from quantkit.numerics import E4M3, expand_scale
-from quantkit.op_checks import FLOAT_DTYPES, check_float, check_tensor, dtype_name, fail
+from quantkit.numerics import expand_scale
+from quantkit.op_checks import check_float, check_products, check_scale
 from quantkit.row_ops import QuantizedRows, quantize_rows
 from quantkit.scaled_ops import MULTIPLE
 
@@ -90,36 +90,13 @@ def _check(
     dtype: torch.dtype,
 ) -> None:
     op = "block_scaled_mm"
-    for name, codes in (("a", a), ("weight", weight)):
-        if codes.dtype != E4M3.dtype:
-            fail(op, name, "float8_e4m3fn", dtype_name(codes.dtype))
-    check_tensor(op, "weight", weight, "[N, K]", (None, None))
-    count, columns = weight.shape
-    check_tensor(op, "a", a, "[M, K]", (None, columns))
-    for letter, size, multiple in (("N", count, MULTIPLE), ("K", columns, BLOCK)):
-        if size % multiple:
-            fail(op, "weight", f"of {letter} a multiple of {multiple}", size)
-    for name, scale, letters, shape in (
-        (
-            "a_scale",
-            a_scale,
-            "[K / 128, M rounded up to 4]",
-            (columns // BLOCK, -(-len(a) // 4) * 4),
-        ),
-        (
-            "weight_scale",
-            weight_scale,
-            "[ceil(N / 128), K / 128]",
-            (ceil(count / BLOCK), columns // BLOCK),
-        ),
-    ):
-        if scale.dtype != torch.float32:
-            fail(op, name, "float32", dtype_name(scale.dtype))
-        check_tensor(op, name, scale, letters, shape)
-    if bias is not None:
-        if bias.dtype not in FLOAT_DTYPES:
-            fail(op, "bias", "float32, bfloat16 or float16", dtype_name(bias.dtype))
-        check_tensor(op, "bias", bias, "[N]", (count,))
+    check_products(op, a, weight, bias, (MULTIPLE, BLOCK))
+    rows, columns = weight.shape
+    groups = columns // BLOCK
+    letters = "[K / 128, M rounded up to 4]"
+    check_scale(op, "a_scale", a_scale, letters, (groups, -(-len(a) // 4) * 4))
+    letters = "[ceil(N / 128), K / 128]"
+    check_scale(op, "weight_scale", weight_scale, letters, (ceil(rows / BLOCK), groups))
     check_float(op, "dtype", dtype)
 
 

@@ -100,8 +100,8 @@ def decoder_step(
     Shapes: hidden [num_tokens, hidden_size]; caches, four for each layer: keys and values, float32
     scales or empty tensors, see `quantkit.attention_ops`, as for all that points into them; angles
     cos and sin [sets * num_tokens, rotary_dim], all tokens of a set together; activation a key of
-    `quantkit.ops.ACTIVATIONS`; softcap as for `paged_attention` -> like hidden. All in hidden's
-    dtype but codes, scales, and the weights of norms, which may be float32 (see `rms_norm`).
+    `gate_ops.ACTIVATIONS`; softcap as for `paged_attention` -> like hidden. All in hidden's dtype
+    but codes, scales, and the weights of norms, which may be float32 (see `rms_norm`).
     """
     out: Tensor = torch.ops.quantkit.decoder_step(
         hidden,

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.errors import nearest
+from quantkit.gate_ops import ACTIVATIONS, gate, gate_mul
 from quantkit.op_checks import check_float, check_input, check_tensor, fail
-from quantkit.ops import ACTIVATIONS, FEW_ROWS, gate, gate_mul, multiplies_many_rows
+from quantkit.ops import FEW_ROWS, multiplies_many_rows
 
 
 def linear(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from quantkit import ops
 from quantkit.decoder_ops import StepLinear, apply_gated, apply_linear
+from quantkit.gate_ops import check_activation
 from quantkit.op_checks import check_float, check_tensor, dtype_name, fail
 
 
@@ -142,7 +143,7 @@ def _check(
         fail(op, "numbers", "int64", dtype_name(numbers.dtype))
     check_tensor(op, "numbers", numbers, "[num_tokens, chosen]", (len(x), None))
     check_tensor(op, "weights", weights, "numbers's", (len(x), numbers.shape[1]))
-    ops.check_activation(op, activation)
+    check_activation(op, activation)
     check_float(op, "x", x.dtype)
     count = len(group_sizes) // 2
     if not count or len(group_sizes) != 2 * count or len(linears) != 10 * count:

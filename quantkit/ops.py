@@ -1,4 +1,4 @@
-"""Custom ops of linear layers with 8-bit weights, and of gating what comes out of them.
+"""Custom ops of linear layers with 8-bit weights; gating without one is in `gate_ops`.
 
 Every op is registered in the namespace `quantkit` with a reference kernel that runs on any device
 and a fake kernel for tracing. The C++ extension (`quantkit.extension`) adds kernels for the CPU to
@@ -9,8 +9,7 @@ modules, no state here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from math import ceil
 from typing import Final
 
@@ -20,8 +19,15 @@ from torch.nn import functional as F
 
 import quantkit.extension  # noqa: F401 - adds the C++ kernels
 from quantkit import numerics
-from quantkit.errors import nearest
-from quantkit.op_checks import check_float, check_input, check_tensor, dtype_name, fail
+from quantkit.gate_ops import check_activation, gate, gate_mul
+from quantkit.op_checks import (
+    check_float,
+    check_input,
+    check_scale,
+    check_tensor,
+    dtype_name,
+    fail,
+)
 from quantkit.outliers import Outliers, check_outliers
 
 FEW_ROWS: Final = 16
@@ -33,13 +39,6 @@ CUDA_FEW_ROWS: Final = 16
 SM80_FEW_ROWS: Final = 64
 """The same on GPUs that cannot multiply in 8 bits (sm_80 to sm_87): what they can do otherwise,
 decode first, moves five times the bytes. Not measured."""
-
-ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
 
 _FORMAT_OF: Final = {fmt.dtype: fmt for fmt in numerics.FORMATS.values()}
 _NO_OUTLIERS: Final = (None, None)
@@ -94,8 +93,8 @@ def fp8_gated_linear(
 
     `gate` and `up` are the halves of `fp8_linear`'s result, whose arguments these are: weight
     (2 * intermediate, in_features) holds all gate rows, then all up rows. `activation` is a key of
-    `ACTIVATIONS`. Returns (num_tokens, intermediate) in x's dtype; where `fp8_linear` rounds once,
-    all is float32 until one rounding at the end. Raises as `fp8_linear` does.
+    `gate_ops.ACTIVATIONS`. Returns (num_tokens, intermediate) in x's dtype; where `fp8_linear`
+    rounds once, all is float32 until one rounding at the end. Raises as `fp8_linear` does.
     """
     arguments = (x, weight, weight_scale, bias, group_size)
     if not decodes_inside(x, weight, group_size):
@@ -157,22 +156,6 @@ def _dense_linear(
     return F.linear(x, dense, None if bias is None else bias.to(x.dtype))
 
 
-def gate_mul(both: Tensor, activation: str) -> Tensor:
-    """Return act(first half of the columns) * second half, in float32 with one rounding.
-
-    Shapes: [num_tokens, 2 * intermediate] -> [num_tokens, intermediate]; `activation` is a key of
-    `ACTIVATIONS`.
-    """
-    out: Tensor = torch.ops.quantkit.gate_mul(both, activation)
-    return out
-
-
-def gate(both: Tensor, activation: str) -> Tensor:
-    """Return act(first half of the columns) * second half."""
-    first, second = both.chunk(2, dim=-1)
-    return ACTIVATIONS[activation](first) * second
-
-
 torch.library.define(
     "quantkit::fp8_linear",
     "(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, int group_size,"
@@ -190,7 +173,6 @@ torch.library.define(
 torch.library.define(
     "quantkit::multiplies_many_rows", "(Tensor x, Tensor weight, int group_size) -> bool"
 )
-torch.library.define("quantkit::gate_mul", "(Tensor both, str activation) -> Tensor")
 
 
 @torch.library.impl("quantkit::fp8_linear", "default")
@@ -250,17 +232,6 @@ def _multiplies_many_rows_reference(x: Tensor, weight: Tensor, group_size: int) 
     return False
 
 
-@torch.library.impl("quantkit::gate_mul", "default")
-def _gate_mul_reference(both: Tensor, activation: str) -> Tensor:
-    op = "gate_mul"
-    check_float(op, "both", both.dtype)
-    check_tensor(op, "both", both, "[num_tokens, 2 * intermediate]", (None, None))
-    if both.shape[1] % 2:
-        fail(op, "both", "gate columns then as many up columns", list(both.shape))
-    check_activation(op, activation)
-    return gate(both.float(), activation).to(both.dtype)
-
-
 def _linear_float32(
     x: Tensor,
     weight: Tensor,
@@ -310,22 +281,10 @@ def _multiplies_many_rows_fake(x: Tensor, weight: Tensor, group_size: int) -> bo
     return False
 
 
-def _gate_mul_fake(both: Tensor, activation: str) -> Tensor:
-    return both.new_empty(both.shape[0], both.shape[1] // 2)
-
-
 torch.library.register_fake("quantkit::fp8_linear", _fp8_linear_fake)
 torch.library.register_fake("quantkit::fp8_gated_linear", _fp8_gated_linear_fake)
 torch.library.register_fake("quantkit::dequantize_weight", _dequantize_weight_fake)
 torch.library.register_fake("quantkit::multiplies_many_rows", _multiplies_many_rows_fake)
-torch.library.register_fake("quantkit::gate_mul", _gate_mul_fake)
-
-
-def check_activation(op: str, activation: str) -> None:
-    """Raise UnsupportedError unless `activation` is a key of ACTIVATIONS."""
-    if activation not in ACTIVATIONS:
-        actual = f"{activation!r}{nearest(activation, ACTIVATIONS)}"
-        fail(op, "activation", "silu, gelu, gelu_tanh or relu", actual)
 
 
 def _check_linear(
@@ -342,8 +301,6 @@ def _check_weight(op: str, weight: Tensor, weight_scale: Tensor, group_size: int
     check_tensor(op, "weight", weight, "[N, K]", (None, None))
     if group_size < 1:
         fail(op, "group_size", "at least 1", group_size)
-    if weight_scale.dtype != torch.float32:
-        fail(op, "weight_scale", "float32", dtype_name(weight_scale.dtype))
     rows, columns = weight.shape
-    groups = ceil(columns / group_size)
-    check_tensor(op, "weight_scale", weight_scale, "[N, ceil(K / group_size)]", (rows, groups))
+    shape = (rows, ceil(columns / group_size))
+    check_scale(op, "weight_scale", weight_scale, "[N, ceil(K / group_size)]", shape)

@@ -2,8 +2,8 @@
 
 Each is what one or two plain ops do, with the same roundings, in one pass over memory: GPUs wait
 for memory here. Schema, fake kernel and a reference kernel that is those plain ops; the CUDA
-kernels (csrc/cuda/rows.cu), and the CPU's of `add_rms_norm`, give the same bits. Linear layers and
-gating without rounding are in `ops`, `scaled_ops` multiplies what is rounded here.
+kernels (csrc/cuda/rows.cu), and the CPU's of `add_rms_norm`, give the same bits. Gating without
+rounding is in `gate_ops`; `scaled_ops` multiplies what is rounded here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from quantkit.attention_ops import rms_norm
+from quantkit.gate_ops import gate_mul
 from quantkit.numerics import E4M3, amax_to_scale, quantize, tile_amax
-from quantkit.ops import gate_mul
 
 
 class QuantizedRows(NamedTuple):
@@ -64,7 +64,7 @@ def add_rms_norm_quantize(
 
 
 def gate_mul_quantize(both: Tensor, activation: str, scale: Tensor | None = None) -> QuantizedRows:
-    """Return `quantize_rows(ops.gate_mul(both, activation), scale)`."""
+    """Return `quantize_rows(gate_mul(both, activation), scale)`."""
     return QuantizedRows(*torch.ops.quantkit.gate_mul_quantize(both, activation, scale))
 
 

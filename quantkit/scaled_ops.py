@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import nearest
-from quantkit.numerics import E4M3
-from quantkit.op_checks import FLOAT_DTYPES, check_float, check_tensor, dtype_name, fail
-from quantkit.ops import ACTIVATIONS
+from quantkit.gate_ops import ACTIVATIONS
+from quantkit.op_checks import check_float, check_products, check_scale, fail
 from quantkit.row_ops import QuantizedRows
 
 MULTIPLE = 16
@@ -32,7 +31,8 @@ def scaled_mm(
     float32 accumulation (on Hopper and Ada in the tensor cores' shorter accumulator, about 14 bits,
     between additions to float32), one rounding at the end. Shapes: rows.codes [M, K]; weight E4M3
     [N, K]; weight_scale float32 [N]; bias [N] in any float dtype; `activation` "none" or a key of
-    `ops.ACTIVATIONS` -> [M, N]. K and N are multiples of `MULTIPLE`. Raises as `ops.fp8_linear`.
+    `gate_ops.ACTIVATIONS` -> [M, N]. K and N are multiples of `MULTIPLE`. Raises as
+    `ops.fp8_linear`.
     """
     y: Tensor = torch.ops.quantkit.scaled_mm(
         rows.codes, rows.scales, weight, weight_scale, bias, dtype, activation
@@ -73,27 +73,10 @@ def _check(
     activation: str,
 ) -> None:
     op = "scaled_mm"
-    for name, codes in (("a", a), ("weight", weight)):
-        if codes.dtype != E4M3.dtype:
-            fail(op, name, "float8_e4m3fn", dtype_name(codes.dtype))
-    check_tensor(op, "weight", weight, "[N, K]", (None, None))
-    columns = weight.shape[1]
-    check_tensor(op, "a", a, "[M, K]", (None, columns))
-    for letter, size in (("N", weight.shape[0]), ("K", columns)):
-        if size % MULTIPLE:
-            fail(op, "weight", f"of {letter} a multiple of {MULTIPLE}", size)
-    for name, scale, sizes in (
-        ("a_scale", a_scale, {1, a.shape[0]}),
-        ("weight_scale", weight_scale, {weight.shape[0]}),
-    ):
-        if scale.dtype != torch.float32:
-            fail(op, name, "float32", dtype_name(scale.dtype))
-        if scale.ndim != 1 or scale.shape[0] not in sizes:
-            fail(op, name, f"of shape [{' or '.join(map(str, sorted(sizes)))}]", list(scale.shape))
-    if bias is not None:
-        if bias.dtype not in FLOAT_DTYPES:
-            fail(op, "bias", "float32, bfloat16 or float16", dtype_name(bias.dtype))
-        check_tensor(op, "bias", bias, "[N]", (weight.shape[0],))
+    check_products(op, a, weight, bias, (MULTIPLE, MULTIPLE))
+    check_scale(op, "weight_scale", weight_scale, "[N]", (weight.shape[0],))
+    one_for_all = a_scale.numel() == 1
+    check_scale(op, "a_scale", a_scale, "[M] or [1]", (1 if one_for_all else len(a),))
     check_float(op, "dtype", dtype)
     if activation not in ("none", *ACTIVATIONS):
         actual = f"{activation!r}{nearest(activation, ACTIVATIONS)}"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from quantkit import ops
 from quantkit.extension import EXTENSION_LOADED
+from quantkit.gate_ops import ACTIVATIONS, gate_mul
 from quantkit.numerics import E3M4, E4M3, FORMATS, Format, decode, dequantize
 from tests import reference
 
@@ -168,7 +169,7 @@ def test_groups_of_columns_have_their_own_scales(
 
 
 @EVERY_FORMAT
-@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gated_linear_matches_the_oracle(activation: str, fmt: Format) -> None:
     for intermediate, columns, group_size in ((1, 1, 1), (5, 65, 65), (66, 300, 128)):
         layer = Layer.random(2 * intermediate, columns, fmt, group_size)
@@ -198,7 +199,7 @@ def test_gates_far_from_zero_stay_finite() -> None:
         1,
     )
     x = torch.tensor([[-1000.0], [1000.0]])
-    for activation in ops.ACTIVATIONS:
+    for activation in ACTIVATIONS:
         assert layer.gated(x, None, activation).tolist() == [[0.0], [1e6]]
 
 
@@ -357,13 +358,13 @@ def test_empty_weights_are_allowed(rows: int, columns: int) -> None:
 
 
 @EVERY_DTYPE
-@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize(("rows", "features"), [(0, 8), (1, 1), (3, 15), (70, 33), (5, 1000)])
 def test_gate_mul_matches_the_oracle(
     rows: int, features: int, activation: str, dtype: torch.dtype
 ) -> None:
     both = (torch.randn(rows, 2 * features) * 4).to(dtype)
-    gated = ops.gate_mul(both, activation)
+    gated = gate_mul(both, activation)
     exact = torch.from_numpy(reference.gated(both.double().numpy(), activation))
     # Evaluating an activation in float32 costs a few units of its argument.
     first, second = both.double().abs().chunk(2, 1)
@@ -372,8 +373,8 @@ def test_gate_mul_matches_the_oracle(
 
 def test_gate_mul_of_extremes() -> None:
     both = torch.tensor([[-1000.0, 1000.0, torch.nan, 2.0, 3.0, 1.0]])
-    for activation in ops.ACTIVATIONS:
-        first, second, third = ops.gate_mul(both, activation)[0].tolist()
+    for activation in ACTIVATIONS:
+        first, second, third = gate_mul(both, activation)[0].tolist()
         assert (first, second) == (0.0, 3000.0)
         assert math.isnan(third)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from quantkit import ops
 from quantkit.errors import UnsupportedError
 from quantkit.extension import EXTENSION_LOADED
+from quantkit.gate_ops import ACTIVATIONS
 from quantkit.numerics import E4M3, E5M2, Format
 from quantkit.outliers import Outliers
 from tests import reference
@@ -124,7 +125,7 @@ def test_there_is_one_rounding_at_the_end(batch: int, out: torch.dtype, dtype: t
 
 
 @EVERY_FORMAT
-@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gated_outliers_match_the_oracle(activation: str, fmt: Format) -> None:
     for intermediate, columns, count in ((1, 1, 1), (5, 65, 0), (33, 65, 3), (66, 300, 20)):
         layer = OutlierLayer.random(2 * intermediate, columns, count, fmt, 128)

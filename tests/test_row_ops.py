@@ -9,6 +9,7 @@ from quantkit import row_ops
 from quantkit.attention_ops import kv_append, rms_norm, rotary
 from quantkit.cache_ops import kv_gather, rotary_append
 from quantkit.errors import UnsupportedError
+from quantkit.gate_ops import gate_mul
 from quantkit.numerics import E4M3, fake_quantize
 from quantkit.row_ops import QuantizedRows
 from quantkit.runtime.layers import Fp8Linear, InputQuantizer
@@ -71,7 +72,7 @@ def test_gating_equals_the_oracle(
 ) -> None:
     both = torch.randn(4, 48).to(dtype)
     exact = torch.from_numpy(reference.gated(both.double().numpy(), activation))
-    gated = row_ops.gate_mul(both, activation)
+    gated = gate_mul(both, activation)
     # One rounding to the dtype, and a few units of float32 in the activation.
     unit = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
     assert ((gated.double() - exact).abs() <= unit * exact.abs() + 1e-7).all()
@@ -146,8 +147,14 @@ def test_scaled_mm_names_a_bad_argument() -> None:
             (QuantizedRows(rows.codes.float(), rows.scales), weight, scale),
             "a must be float8_e4m3fn",
         ),
-        ((rows, weight, torch.ones(15)), r"weight_scale must be of shape \[16\], got \[15\]"),
-        ((QuantizedRows(rows.codes, torch.ones(2)), weight, scale), r"a_scale must be .*1 or 3"),
+        (
+            (rows, weight, torch.ones(15)),
+            r"weight_scale must be of shape \[N\] = \[16\], got \[15\]",
+        ),
+        (
+            (QuantizedRows(rows.codes, torch.ones(2)), weight, scale),
+            r"a_scale must be of shape \[M\] or \[1\] = \[3\]",
+        ),
     ):
         with pytest.raises(UnsupportedError, match=message):
             scaled_mm(*bad, None, torch.float32)

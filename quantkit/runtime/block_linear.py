@@ -15,8 +15,8 @@ from torch import Tensor
 
 from quantkit.block_ops import BLOCK, block_scaled_mm, quantize_groups
 from quantkit.decoder_ops import StepLinear
+from quantkit.gate_ops import gate_mul
 from quantkit.numerics import E4M3
-from quantkit.ops import gate_mul
 from quantkit.runtime.layers import Fp8Linear
 from quantkit.scaled_ops import MULTIPLE
 from quantkit.scheme import QuantSpec

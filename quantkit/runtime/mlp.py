@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from quantkit.decoder_ops import StepLinear
-from quantkit.ops import ACTIVATIONS, gate_mul
+from quantkit.gate_ops import ACTIVATIONS, gate_mul
 from quantkit.row_ops import gate_mul_quantize
 from quantkit.runtime.families import MlpNames
 from quantkit.runtime.layers import Linear

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.decoder_ops import StepLinear
+from quantkit.gate_ops import gate_mul
 from quantkit.numerics import E4M3
-from quantkit.ops import gate_mul
 from quantkit.row_ops import QuantizedRows, quantize_rows
 from quantkit.runtime.layers import Fp8Linear, Linear
 from quantkit.runtime.norms import Norm

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit import numerics
+from quantkit.gate_ops import ACTIVATIONS
 from quantkit.numerics import E4M3
-from quantkit.ops import ACTIVATIONS
 from tests import reference
 from tests.cuda import emulator
 from tests.cuda.emulator import EmulatorError, Library, Order

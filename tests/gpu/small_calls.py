@@ -11,6 +11,7 @@ from quantkit import ops, row_ops
 from quantkit.attention_ops import paged_attention, rms_norm, rotary
 from quantkit.cache_ops import kv_gather, rotary_append
 from quantkit.extension import load_cuda_kernels
+from quantkit.gate_ops import gate_mul
 
 DEVICE = torch.device("cuda")
 E4M3 = torch.float8_e4m3fn
@@ -43,7 +44,7 @@ def rows() -> None:
             row_ops.add_rms_norm_quantize(x, delta, weight, 1e-5, given)
             both = torch.randn(3, 2 * width, device=DEVICE).bfloat16()
             row_ops.gate_mul_quantize(both, "gelu", given)
-            row_ops.gate_mul(both, "silu")
+            gate_mul(both, "silu")
 
 
 def attention() -> None:
