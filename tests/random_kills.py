@@ -8,15 +8,12 @@ place. Prints one JSON object: what was found how often, and what was wrong, by 
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import signal
 import sys
 import time
-import traceback
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,26 +21,11 @@ import torch
 
 from quantkit.calibrate import calibrate
 from quantkit.export import export
+from tests.forked import in_child
 
 Files = dict[str, bytes]
 HIDDEN = {".out.incomplete", ".out.previous", ".out.journal", ".out.lock"}
 """What a killed run may leave beside its destination."""
-
-
-def killed_after(seconds: float | None, work: Callable[[], object]) -> int:
-    """Run in a forked process, killed after `seconds`; return its exit code, -9 if killed."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    if seconds is not None:
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def files_of(folder: Path) -> Files:
@@ -95,7 +77,7 @@ def state(folder: Path, old: Files, new: Files) -> str:
 
 def trial(runs: Runs, folder: Path, moment: float, old: Files, new: Files) -> tuple[str, str]:
     """Kill a run and run it again; return what was left, and what is wrong, if anything."""
-    code = killed_after(moment, lambda: runs.new(folder / "out"))
+    code = in_child(lambda: runs.new(folder / "out"), kill_after=moment)
     if code not in (0, -signal.SIGKILL):
         return "failed", f"ended with {code}"
     left = state(folder, old, new)
@@ -103,7 +85,7 @@ def trial(runs: Runs, folder: Path, moment: float, old: Files, new: Files) -> tu
         return "wrong", left
     if code == 0 and left != "finished":
         return left, "ended well without a result"
-    if killed_after(None, lambda: runs.again(folder / "out")) != 0:
+    if in_child(lambda: runs.again(folder / "out")) != 0:
         return left, "did not run again"
     if files_of(folder / "out") != new:
         return left, "other bytes"
@@ -117,7 +99,7 @@ def main(command: str, model: str, folder: str, seeds: str, options: str) -> Non
     runs.new(root / "new" / "out")  # also imports what the children take
     runs.earlier(root / "old" / "out")
     began = time.monotonic()
-    assert killed_after(None, lambda: runs.new(root / "timed" / "out")) == 0
+    assert in_child(lambda: runs.new(root / "timed" / "out")) == 0
     seconds = time.monotonic() - began
     new, old = files_of(root / "new" / "out"), files_of(root / "old" / "out")
     counts: Counter[str] = Counter()

@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 
 from quantkit import tensor_file
 from quantkit.calibrate import calibrate, journal, pipeline
+from tests.forked import in_child
 
 WATCHED = ("fsync", "rename", "replace", "unlink", "mkdir", "link")
 
@@ -79,19 +79,6 @@ def watch_layers(log: Path) -> None:
     journal.Journal.add = adding  # type: ignore[method-assign]
 
 
-def in_child(work: Callable[[], None]) -> int:
-    """Run in a forked process; return its exit status as `os.waitpid` gives it."""
-    child = os.fork()
-    if child == 0:
-        try:
-            work()
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(child, 0)[1]
-
-
 class Trial:
     """One destination: killed, resumed, compared."""
 
@@ -101,7 +88,7 @@ class Trial:
         self.log.touch()
 
     def run(self, kill_at: int | None, resume: bool) -> tuple[int, int]:
-        """Return (exit status, number of deeds)."""
+        """Return (exit code, number of deeds)."""
         counter = self.folder.with_suffix(".count")
 
         def work() -> None:
@@ -110,8 +97,8 @@ class Trial:
             calibrate(output=self.out, resume=resume, progress=False, **self.options)
             counter.write_text(str(disk.count))
 
-        status = in_child(work)
-        return status, int(counter.read_text()) if status == 0 else 0
+        code = in_child(work)
+        return code, int(counter.read_text()) if code == 0 else 0
 
     def layers(self, word: str) -> list[int]:
         words = [line.split() for line in self.log.read_text().splitlines()]
@@ -125,11 +112,11 @@ def check(trial: Trial, kills: list[int], old: dict[str, bytes], new: dict[str, 
     """Kill, resume and so on; return what is wrong, or nothing."""
     for turn, kill_at in enumerate(kills):
         before = trial.layers("done")
-        status, _ = trial.run(kill_at, resume=turn > 0)
-        if status == 0:  # a resumed run that ended before the point
+        code, _ = trial.run(kill_at, resume=turn > 0)
+        if code == 0:  # a resumed run that ended before the point
             break
-        if os.WTERMSIG(status) != signal.SIGKILL:
-            return f"ended with {status}"
+        if code != -signal.SIGKILL:
+            return f"ended with {code}"
         found = trial.contents(trial.out)
         aside = trial.contents(trial.folder / ".out.previous")
         if found not in (old, new) and not (not found and aside == old):
@@ -137,9 +124,9 @@ def check(trial: Trial, kills: list[int], old: dict[str, bytes], new: dict[str, 
         if set(before) & set(trial.layers("run")[len(before) :]):
             return "ran a finished layer"
     done, ran = trial.layers("done"), len(trial.layers("run"))
-    status, _ = trial.run(None, resume=True)
-    if status != 0:
-        return f"resuming ended with {status}"
+    code, _ = trial.run(None, resume=True)
+    if code != 0:
+        return f"resuming ended with {code}"
     if set(done) & set(trial.layers("run")[ran:]):
         return f"{done} were finished, and {trial.layers('run')[ran:]} ran"
     if trial.contents(trial.out) != new:
@@ -156,8 +143,8 @@ def kill_all(given: dict[str, Any], root: Path, points: Any) -> dict[str, Any]:
     for trial in (old, new):
         assert trial.run(None, resume=False)[0] == 0
     shutil.copytree(old.folder, root / "again")
-    status, count = Trial(root / "again", given).run(None, resume=False)
-    assert status == 0
+    code, count = Trial(root / "again", given).run(None, resume=False)
+    assert code == 0
     kills = points if isinstance(points, list) else [[k] for k in range(0, count, points)]
     kills = [[count + k if k < 0 else k for k in turns] for turns in kills]
     wrong: dict[str, str] = {}

@@ -8,7 +8,7 @@ points there were, and what was in place after each: "old", "new", or a list of 
 from __future__ import annotations
 
 import json
-import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 
 from quantkit.export import export
 from tests.calibrate.killing import Disk
+from tests.forked import in_child
 
 Files = dict[str, bytes]
 
@@ -27,12 +28,14 @@ def files_of(folder: Path) -> Files:
 
 def killed_at(point: int, checkpoint: Path, output: Path) -> bool:
     """Export in a child that is killed before its `point`-th deed; tell whether it was."""
-    child = os.fork()
-    if child == 0:
+
+    def work() -> None:
         Disk(point)
         export(checkpoint, output, format="modelopt", progress=False)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0
+
+    code = in_child(work)
+    assert code in (0, -signal.SIGKILL), code
+    return code != 0
 
 
 def main(checkpoint: Path, folder: Path) -> None:
