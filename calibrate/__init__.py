@@ -5,7 +5,8 @@ runtime: the two meet in the file format.
 """
 
 from quantkit.calibrate.pipeline import calibrate
-from quantkit.calibrate.recipe import Recipe, load_recipe
+from quantkit.calibrate.recipe import Recipe
+from quantkit.calibrate.recipe_file import load_recipe, parse_recipe
 from quantkit.calibrate.report import Report
 
-__all__ = ["Recipe", "Report", "calibrate", "load_recipe"]
+__all__ = ["Recipe", "Report", "calibrate", "load_recipe", "parse_recipe"]

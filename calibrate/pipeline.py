@@ -29,7 +29,8 @@ from quantkit.calibrate.observers import ObserverFactory
 from quantkit.calibrate.output import CheckpointOutput
 from quantkit.calibrate.plan import Plan
 from quantkit.calibrate.progress import Phase
-from quantkit.calibrate.recipe import Recipe, load_recipe
+from quantkit.calibrate.recipe import Recipe
+from quantkit.calibrate.recipe_file import load_recipe
 from quantkit.calibrate.records import from_json
 from quantkit.calibrate.report import LayerReport, Report, zeroed_warnings
 from quantkit.calibrate.sensitivity import Sensitivity

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from smollm2 import model_path
 
-from quantkit.calibrate import calibrate
-from quantkit.calibrate.recipe import parse_recipe
+from quantkit.calibrate import calibrate, parse_recipe
 
 RECIPE = """
 description = "Per-channel weights; the last layer and the output head stay as they are"

@@ -11,7 +11,7 @@ import torch
 from compressed_tensors.quantization import QuantizationConfig
 from pydantic import ValidationError
 
-from quantkit.calibrate.recipe import load_recipe, recipe_names
+from quantkit.calibrate.recipe_file import load_recipe, recipe_names
 from quantkit.containers import default_container, read_scheme
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.scheme import Granularity, QuantSpec, Scheme, fused_siblings

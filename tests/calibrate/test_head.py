@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, CohereConfig, LlamaConfig
 
 from quantkit.calibrate import calibrate, load_recipe, pipeline, weight_tiers
-from quantkit.calibrate.recipe import Recipe, parse_recipe
+from quantkit.calibrate.recipe import Recipe
+from quantkit.calibrate.recipe_file import parse_recipe
 from quantkit.checkpoint import open_checkpoint, read_checkpoint
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.export import export

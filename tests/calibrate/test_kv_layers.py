@@ -11,7 +11,8 @@ import torch
 
 from quantkit.calibrate import calibrate
 from quantkit.calibrate.kv_layers import check_entries, ignored_layers
-from quantkit.calibrate.recipe import Recipe, load_recipe, parse_recipe
+from quantkit.calibrate.recipe import Recipe
+from quantkit.calibrate.recipe_file import load_recipe, parse_recipe
 from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import CheckpointError, RecipeError, UnsupportedError
 from quantkit.export import export

@@ -17,7 +17,7 @@ from quantkit.calibrate.quantized_layer import (
     quantize_weights,
     sqnr_db,
 )
-from quantkit.calibrate.recipe import load_recipe
+from quantkit.calibrate.recipe_file import load_recipe
 from quantkit.calibrate.skeleton import Skeleton
 from quantkit.scheme import Granularity, QuantSpec
 from tests import reference

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.calibrate.recipe import Recipe, load_recipe, parse_recipe, recipe_names
+from quantkit.calibrate.recipe import Recipe
+from quantkit.calibrate.recipe_file import load_recipe, parse_recipe, recipe_names
 from quantkit.calibrate.selection import match_names, resolve_modules
 from quantkit.calibrate.tiers import Tiers
 from quantkit.errors import RecipeError

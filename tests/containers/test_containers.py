@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.calibrate.recipe import load_recipe, recipe_names
+from quantkit.calibrate.recipe_file import load_recipe, recipe_names
 from quantkit.containers import CONTAINERS, container_of, default_container, read_scheme
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.scheme import Granularity, QuantSpec, Scheme

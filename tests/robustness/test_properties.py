@@ -13,7 +13,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from quantkit.calibrate.recipe import Recipe, parse_recipe
+from quantkit.calibrate.recipe import Recipe
+from quantkit.calibrate.recipe_file import parse_recipe
 from quantkit.errors import RecipeError
 from quantkit.numerics import FORMATS, Format, amax_to_scale, decode, encode, quantize, tile_amax
 from quantkit.scheme import Granularity, QuantSpec
