@@ -11,9 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from quantkit import load_fp8
 from quantkit.calibrate import calibrate
-from quantkit.checkpoint import QuantizedWeight
 from quantkit.errors import CheckpointError
 from quantkit.numerics import amax_to_scale, decode, quantize, tile_amax
+from quantkit.quantized_weight import QuantizedWeight
 from quantkit.runtime.layers import Fp8Linear
 from quantkit.scheme import Granularity, QuantSpec
 from tests import checkpoints, tiny

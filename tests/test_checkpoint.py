@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.recipe import load_recipe
+from quantkit.calibrate.recipe_file import load_recipe
 from quantkit.checkpoint import cached_layers, check_scale, open_checkpoint, read_checkpoint
 from quantkit.containers import default_container
 from quantkit.errors import CheckpointError

@@ -14,17 +14,17 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SHARED = (
     "errors", "numerics", "scheme", "containers", "staging", "tensor_file", "shards", "side_files",
-    "checkpoint", "config_sizes", "model_names", "experts", "linears",
+    "quantized_weight", "checkpoint", "config_sizes", "model_names", "experts", "linears",
     "tokenizer_check",
 )  # fmt: skip
 OPS = (
-    "extension", "op_checks", "outliers", "ops", "dense_ops", "attention_ops", "cache_ops",
-    "row_ops", "scaled_ops", "block_ops", "sampling_ops", "decoder_ops", "expert_ops",
+    "extension", "op_checks", "outliers", "gate_ops", "ops", "dense_ops", "attention_ops",
+    "cache_ops", "row_ops", "scaled_ops", "block_ops", "sampling_ops", "decoder_ops", "expert_ops",
     "probe_ops",
 )  # fmt: skip
 RUNTIME = (
-    "errors", "numerics", "scheme", "shards", "checkpoint", "model_names", "experts", "linears",
-    "tokenizer_check", *OPS, "runtime",
+    "errors", "numerics", "scheme", "shards", "quantized_weight", "checkpoint", "model_names",
+    "experts", "linears", "tokenizer_check", *OPS, "runtime",
 )  # fmt: skip
 EVERYTHING = (
     *SHARED,
@@ -54,9 +54,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "containers": ("errors", "numerics", "scheme", "shards", "containers"),
     "kv_scales": ("errors", "containers"),
     "config_sizes": ("errors",),
+    "quantized_weight": ("numerics", "scheme"),
     "checkpoint": (
         "errors",
-        "numerics",
+        "quantized_weight",
         "scheme",
         "containers",
         "kv_scales",
@@ -71,6 +72,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "extension": (),
     "op_checks": ("errors",),
     "outliers": ("op_checks",),
+    "gate_ops": ("errors", "extension", "op_checks"),
     "ops": ("errors", "numerics", *OPS),
     "dense_ops": ("errors", "numerics", *OPS),
     "attention_ops": ("errors", "numerics", *OPS),

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint import BESIDE_WEIGHTS, Checkpoint, QuantizedWeight
+from quantkit.checkpoint import BESIDE_WEIGHTS, Checkpoint
 from quantkit.containers import Container
 from quantkit.errors import UnsupportedError
 from quantkit.export.requantize import Converted, Loss, convert_group
 from quantkit.numerics import E4M3, amax_to_scale
+from quantkit.quantized_weight import QuantizedWeight
 from quantkit.scheme import QuantSpec, Scheme, fused_siblings
 
 Named = tuple[str, Tensor]

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate.scale_search import search_scale
-from quantkit.checkpoint import QuantizedWeight
 from quantkit.export.target import keeps_codes
 from quantkit.numerics import dequantize, quantize
+from quantkit.quantized_weight import QuantizedWeight
 from quantkit.scheme import Granularity, QuantSpec
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from quantkit import dense_ops, ops
-from quantkit.checkpoint import QuantizedWeight
 from quantkit.decoder_ops import StepLinear
 from quantkit.errors import CheckpointError
 from quantkit.numerics import Format, amax_to_scale, decode, fake_quantize, tile_amax
 from quantkit.outliers import Outliers
+from quantkit.quantized_weight import QuantizedWeight
 from quantkit.runtime.saturation import Saturation
 from quantkit.scheme import QuantSpec
 

@@ -19,9 +19,9 @@ from quantkit.checkpoint import (
     OUTLIER_COLUMNS,
     OUTLIER_WEIGHT,
     Checkpoint,
-    QuantizedWeight,
 )
 from quantkit.errors import CheckpointError
+from quantkit.quantized_weight import QuantizedWeight
 from quantkit.runtime.block_linear import BlockLinear, codes_from
 from quantkit.runtime.kv_cache import Scales
 from quantkit.runtime.layers import DenseLinear, Fp8Linear, Linear, check_codes

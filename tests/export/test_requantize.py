@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quantkit.checkpoint import QuantizedWeight
 from quantkit.export.requantize import Converted, Loss, convert_group
 from quantkit.numerics import amax_to_scale, quantize, tile_amax
+from quantkit.quantized_weight import QuantizedWeight
 from quantkit.scheme import Granularity, QuantSpec
 from tests import reference
 

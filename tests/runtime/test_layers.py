@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from quantkit.attention_ops import rms_norm
-from quantkit.checkpoint import QuantizedWeight
 from quantkit.errors import CheckpointError
 from quantkit.numerics import E3M4, E4M3, amax_to_scale, fake_quantize, quantize, tile_amax
+from quantkit.quantized_weight import QuantizedWeight
 from quantkit.runtime.layers import DenseLinear, Fp8Linear, InputQuantizer, check_codes
 from quantkit.runtime.mlp import GatedMlp, PlainMlp
 from quantkit.runtime.norms import LayerNorm, RmsNorm

@@ -11,7 +11,8 @@ from torch import nn
 
 from quantkit.errors import CheckpointError, UnsupportedError
 from quantkit.runtime.loading import load_engine
-from quantkit.runtime.transformers_engine import SwappedLinear, TransformersEngine
+from quantkit.runtime.transformers_engine import TransformersEngine
+from quantkit.runtime.transformers_model import SwappedLinear
 from tests import checkpoints, tiny
 
 EVERY_OTHER = pytest.mark.parametrize("family", checkpoints.OTHERS)
