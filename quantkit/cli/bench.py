@@ -29,9 +29,13 @@ def bench(
     prompt_tokens: Annotated[
         str, typer.Option(metavar="N,...", help="Lengths of the prompts.")
     ] = "512",
-    new_tokens: Annotated[int, typer.Option(min=1, help="New tokens for each prompt.")] = 128,
+    new_tokens: Annotated[
+        int, typer.Option(min=1, metavar="N", help="New tokens for each prompt.")
+    ] = 128,
     batch: Annotated[str, typer.Option(metavar="N,...", help="Batch sizes.")] = "1,8",
-    repeats: Annotated[int, typer.Option(min=1, help="Runs to take the median of.")] = 3,
+    repeats: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Runs to take the median of.")
+    ] = 3,
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Measure each kernel beside the machine's limits.")
     ] = False,

@@ -29,13 +29,18 @@ def calibrate(
         Path | None, typer.Option("-o", "--output", metavar="OUT", help="Folder to write.")
     ] = None,
     recipe: Annotated[
-        str, typer.Option(help="fp8-dynamic, fp8-static, fp8-block, fp8-accurate, or a FILE.toml.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="fp8-dynamic, fp8-static, fp8-block, fp8-accurate, or a FILE.toml.",
+        ),
     ] = "fp8-dynamic",
     data: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="DATA",
             help="builtin, self, FILE.txt, FILE.jsonl or hf:NAME[:CONFIG][:SPLIT]; may be "
-            "repeated. [default: builtin]"
+            "repeated. [default: builtin]",
         ),
     ] = None,
     samples: Annotated[int, typer.Option(help="Calibration samples in all.")] = 128,

@@ -15,16 +15,21 @@ def draft(
     checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="A quantized checkpoint.")],
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="Where to write it; default CKPT/draft."),
+        typer.Option(
+            "-o", "--output", metavar="OUT", help="Where to write it. [default: CKPT/draft]"
+        ),
     ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
-            help="self, builtin, FILE.txt, FILE.jsonl or hf:NAME: what to write from; may be "
-            "repeated; default self, which is built-in tasks."
+            metavar="DATA",
+            help="self, builtin, FILE.txt, FILE.jsonl or hf:NAME[:CONFIG][:SPLIT]: what to write "
+            "from; may be repeated. [default: self, which is built-in tasks]",
         ),
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.01, help="Time for all of it.")] = 30.0,
+    minutes: Annotated[
+        float, typer.Option(min=0.01, metavar="M", help="Time for all of it.")
+    ] = 30.0,
     seed: Annotated[int, typer.Option(help="Of prompts, sampling, weights and batches.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,

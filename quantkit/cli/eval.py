@@ -29,8 +29,9 @@ def evaluate(
     data: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="DATA",
             help="builtin, FILE.txt, FILE.jsonl or hf:NAME[:CONFIG][:SPLIT]; may be repeated. "
-            "[default: builtin; none with --tasks]"
+            "[default: builtin; none with --tasks]",
         ),
     ] = None,
     window: Annotated[
@@ -125,7 +126,9 @@ def evaluate(
     ] = False,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Also write a self-contained HTML page, FILE.html."),
+        typer.Option(
+            "--output", "-o", metavar="FILE.html", help="Also write a self-contained HTML page."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:

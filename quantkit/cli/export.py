@@ -18,7 +18,7 @@ def export(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CKPT", help="A folder that `calibrate` or `export` wrote.")
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT", help="Folder to write.")],
     format_name: Annotated[
         str, typer.Option("--format", help="compressed-tensors, fp8-block or modelopt.")
     ] = "compressed-tensors",
@@ -32,7 +32,10 @@ def export(
         ),
     ] = None,
     tp: Annotated[
-        int, typer.Option(min=1, help="Tensor-parallel size that the servers will run with.")
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Tensor-parallel size that the servers will run with."
+        ),
     ] = 1,
     quality: Annotated[
         Path | None,

@@ -18,7 +18,9 @@ def inspect(
     ],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Also write a self-contained HTML page, FILE.html."),
+        typer.Option(
+            "--output", "-o", metavar="FILE.html", help="Also write a self-contained HTML page."
+        ),
     ] = None,
     show_all: Annotated[
         bool, typer.Option("--all", help="Show every module and layer of a large model.")

@@ -34,14 +34,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="FP8 quantization of language models, and a runtime for the result.",
 )
-app.command("calibrate")(calibrate)
-app.command("check")(check)
-app.command("export")(export)
-app.command("inspect")(inspect)
-app.command("eval")(evaluate)
-app.command("generate")(generate)
-app.command("bench")(bench)
-app.command("draft")(draft)
+# Each with the line of `quantkit --help`, which would cut the command's own first line short.
+app.command("calibrate", short_help="Quantize a model to FP8, with KV scales.")(calibrate)
+app.command("check", short_help="Say which engines load a checkpoint, and why not.")(check)
+app.command("export", short_help="Write a checkpoint for other servers, and check it.")(export)
+app.command("inspect", short_help="Show what calibration did, layer by layer.")(inspect)
+app.command("eval", short_help="Measure what quantization cost: KL, perplexity, tasks.")(evaluate)
+app.command("generate", short_help="Continue a prompt, or answer it with --chat.")(generate)
+app.command("bench", short_help="Measure speed: prefill, decode, kernels, drafts.")(bench)
+app.command("draft", short_help="Train a drafter that --draft auto uses.")(draft)
 
 
 def _print_version(wanted: bool) -> None:

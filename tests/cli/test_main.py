@@ -21,6 +21,8 @@ def test_version_and_help() -> None:
     done = quantkit("--help")
     assert done.returncode == 0
     assert all(command in done.stdout for command in ("calibrate", "generate", "bench"))
+    cut_short = [line for line in done.stdout.splitlines()[1:] if line.endswith("...")]
+    assert not cut_short
 
 
 @pytest.mark.parametrize(
