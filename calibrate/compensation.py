@@ -116,8 +116,8 @@ def compensate(
     before = _row_errors(target - plain_steps * scales, curve.damped)
     steps, after = plain_steps, before
     if curve.factor is not None:
-        steps = _feed_back(target, curve.factor, scales, fmt, first_exact)
-        after = _row_errors(target - steps * scales, curve.damped)
+        costs = curve.importance[order]
+        steps, after = _feed_back(target, curve.factor, costs, scales, fmt, first_exact)
         steps = torch.where(after < before, steps, plain_steps)
     exact = steps[first_exact:].t()[:, order[first_exact:].argsort()].bfloat16()
     steps[first_exact:] = 0
@@ -176,15 +176,21 @@ def _row_errors(error: Tensor, moments: Tensor) -> Tensor:
 
 
 def _feed_back(
-    target: Tensor, factor: Tensor, scales: Tensor, fmt: Format, first_exact: int
-) -> Tensor:
+    target: Tensor,
+    factor: Tensor,
+    costs: Tensor,
+    scales: Tensor,
+    fmt: Format,
+    first_exact: int,
+) -> tuple[Tensor, Tensor]:
     """Round column after column, each aiming at what the errors before it left to do.
 
-    Shapes: target [K, N], a column of the weight in each row; factor [K, K], A^T; scales [K, N]
-    or broadcastable to it. Returns code values [K, N], to be multiplied by the scales; from column
-    `first_exact` on, bfloat16 values.
+    Shapes: target [K, N], a column of the weight in each row; factor [K, K], A^T; costs [K], D;
+    scales [K, N] or broadcastable to it. Returns code values [K, N], to be multiplied by the scales
+    (from column `first_exact` on, bfloat16 values), and `sum_k D_k r_k^2`, float64 [N].
     """
     steps, error = torch.empty_like(target), torch.zeros_like(target)
+    total = target.new_zeros(target.shape[1], dtype=torch.float64)
     zeros = _zeros(target)
     for start in range(0, target.shape[0], BLOCK_COLUMNS):
         block = slice(start, start + BLOCK_COLUMNS)
@@ -192,12 +198,14 @@ def _feed_back(
         for k, aim in enumerate(aims, start):
             scale = scales[k if scales.shape[0] > 1 else 0]
             if k > start:
-                aim = torch.addmv(aim, error[start:k].t(), factor[k, start:k])
+                aim.addmv_(error[start:k].t(), factor[k, start:k])
             steps[k] = round_to_format(aim / scale, fmt) if k < first_exact else aim.bfloat16()
             if zeros is not None:
                 steps[k].masked_fill_(zeros[k], 0.0)
             torch.addcmul(target[k], steps[k], scale, value=-1, out=error[k])
-    return steps
+        used = scales[block] if scales.shape[0] > 1 else scales
+        total += costs[block] @ aims.addcmul_(steps[block], used, value=-1).square_()
+    return steps, total
 
 
 def _zeros(target: Tensor) -> Tensor | None:

@@ -282,8 +282,12 @@ def _linear_by_sequence(module: nn.Linear, shape: torch.Size, x: Tensor) -> Tens
     if sequences == 1 or x.shape[:-1].numel() != sequences * tokens:
         return F.linear(x, module.weight, module.bias)
     out = x.new_empty(sequences, tokens, module.out_features)
+    in_place = module.bias is None and not torch.is_grad_enabled()
     for number, rows in enumerate(x.reshape(sequences, tokens, -1)):
-        out[number] = F.linear(rows, module.weight, module.bias)
+        if in_place:  # the same product, without a copy
+            torch.mm(rows, module.weight.t(), out=out[number])
+        else:
+            out[number] = F.linear(rows, module.weight, module.bias)
     return out.view(*x.shape[:-1], -1)
 
 
