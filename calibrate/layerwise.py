@@ -282,7 +282,7 @@ def _linear_by_sequence(module: nn.Linear, shape: torch.Size, x: Tensor) -> Tens
     if sequences == 1 or x.shape[:-1].numel() != sequences * tokens:
         return F.linear(x, module.weight, module.bias)
     out = x.new_empty(sequences, tokens, module.out_features)
-    in_place = module.bias is None and not torch.is_grad_enabled()
+    in_place = not torch.is_grad_enabled() and module.bias is None
     for number, rows in enumerate(x.reshape(sequences, tokens, -1)):
         if in_place:  # the same product, without a copy
             torch.mm(rows, module.weight.t(), out=out[number])
