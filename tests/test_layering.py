@@ -20,7 +20,7 @@ SHARED = (
 OPS = (
     "extension", "op_checks", "outliers", "gate_ops", "ops", "dense_ops", "attention_ops",
     "cache_ops", "row_ops", "scaled_ops", "block_ops", "sampling_ops", "decoder_ops", "expert_ops",
-    "probe_ops",
+    "probe_ops", "qkv_ops",
 )  # fmt: skip
 RUNTIME = (
     "errors", "numerics", "scheme", "shards", "quantized_weight", "checkpoint", "model_names",
@@ -84,6 +84,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "decoder_ops": ("errors", "numerics", *OPS),
     "expert_ops": OPS,
     "probe_ops": OPS,
+    "qkv_ops": OPS,
     "runtime": RUNTIME,
     "speculative": (*RUNTIME, "staging", "speculative"),
     "load": (*RUNTIME, "speculative"),

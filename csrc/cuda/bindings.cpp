@@ -22,6 +22,7 @@ STABLE_TORCH_LIBRARY_IMPL(quantkit, CUDA, library) {
   library.impl("kv_append", TORCH_BOX(&quantkit::cuda::kv_append));
   library.impl("rotary_append", TORCH_BOX(&quantkit::cuda::rotary_append));
   library.impl("kv_gather", TORCH_BOX(&quantkit::cuda::kv_gather));
+  library.impl("fp8_qkv_append", TORCH_BOX(&quantkit::cuda::fp8_qkv_append));
   library.impl("paged_attention", TORCH_BOX(&quantkit::cuda::paged_attention));
   library.impl("argmax_rows", TORCH_BOX(&quantkit::cuda::argmax_rows));
   library.impl("sample_gumbel", TORCH_BOX(&quantkit::cuda::sample_gumbel));

@@ -1,6 +1,7 @@
 // The paged KV cache of one layer as ops receive it: checked once, then raw pointers.
 #pragma once
 
+#include "cache_side.cuh"
 #include "checks.h"
 
 namespace quantkit::cuda {
@@ -15,6 +16,8 @@ struct CacheView {
   int64_t blocks, block_size, heads, head_dim;
 
   int64_t slots() const { return blocks * block_size; }
+  CacheSide key_side() const { return {keys, k_scale, k_scale_stride}; }
+  CacheSide value_side() const { return {values, v_scale, v_scale_stride}; }
 };
 
 // The type of a cache: codes of E4M3, or as uint8 of E3M4, if and only if there is a scale.

@@ -77,6 +77,10 @@ T* mutable_data(const Tensor& tensor) {
   return static_cast<T*>(tensor.mutable_data_ptr());
 }
 
+inline const void* address(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? tensor->const_data_ptr() : nullptr;
+}
+
 // A norm's weight: of x's dtype, or float32 beside x of 16 bits.
 inline void check_norm_weight(const char* op, const char* argument, const Tensor& weight,
                               const Tensor& x) {
@@ -91,6 +95,31 @@ inline int64_t rotary_dim_of(const char* op, const Tensor& cos, int64_t head_dim
          std::to_string(head_dim), shape_text(cos.sizes()));
   }
   return dim;
+}
+
+// The type of activations that a kernel multiplies in 16 bits.
+inline FloatType half_type(const char* op, const Tensor& x) {
+  const ScalarType type = x.scalar_type();
+  if (type != ScalarType::BFloat16 && type != ScalarType::Half) {
+    fail(op, "x", "bfloat16 or float16", dtype_text(type));
+  }
+  return float_type(op, "x", type);
+}
+
+// cos or sin: the angles of x's tokens.
+inline void check_angles(const char* op, const char* name, const Tensor& angles, const Tensor& x,
+                         int64_t rotary_dim) {
+  check_shape(op, name, angles, "[num_tokens, rotary_dim]", {x.size(0), rotary_dim});
+  check_layout(op, name, angles);
+  check_same_dtype(op, name, angles, x);
+}
+
+inline void check_both(const char* op, const char* first, const char* second,
+                       const std::optional<Tensor>& a, const std::optional<Tensor>& b) {
+  if (a.has_value() != b.has_value()) {
+    fail(op, second, std::string("given if and only if ") + first + " is",
+         b.has_value() ? "a tensor" : "none");
+  }
 }
 
 // Calls use(BFloat16{}) or use(Half{}).

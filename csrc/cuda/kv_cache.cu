@@ -40,13 +40,6 @@ void with_cache_type(WeightFormat type, const Use& use) {
   }
 }
 
-CacheSide key_side(const CacheView& cache) {
-  return {cache.keys, cache.k_scale, cache.k_scale_stride};
-}
-CacheSide value_side(const CacheView& cache) {
-  return {cache.values, cache.v_scale, cache.v_scale_stride};
-}
-
 bool are_aligned(const CacheView& cache) {
   return cache.head_dim % kChunk == 0 && is_aligned(cache.keys) && is_aligned(cache.values);
 }
@@ -66,25 +59,6 @@ bool check_norm(const char* op, const char* name, const MaybeTensor& weight, con
   check_layout(op, name, *weight);
   check_norm_weight(op, name, *weight, x);
   return weight->scalar_type() != x.scalar_type();
-}
-
-void check_angles(const char* op, const char* name, const Tensor& angles, const Tensor& x,
-                  int64_t rotary_dim) {
-  check_shape(op, name, angles, "[num_tokens, rotary_dim]", {x.size(0), rotary_dim});
-  check_layout(op, name, angles);
-  check_same_dtype(op, name, angles, x);
-}
-
-const void* address(const MaybeTensor& tensor) {
-  return tensor.has_value() ? tensor->const_data_ptr() : nullptr;
-}
-
-void check_both(const char* op, const char* first, const char* second, const MaybeTensor& a,
-                const MaybeTensor& b) {
-  if (a.has_value() != b.has_value()) {
-    fail(op, second, std::string("given if and only if ") + first + " is",
-         b.has_value() ? "a tensor" : "none");
-  }
 }
 
 }  // namespace
@@ -115,8 +89,8 @@ void kv_append(Tensor key, Tensor value, Tensor k_cache, Tensor v_cache, MaybeTe
                        .value = data<T>(value),
                        .key_stride = key.stride(0),
                        .value_stride = value.stride(0),
-                       .keys = key_side(cache),
-                       .values = value_side(cache),
+                       .keys = cache.key_side(),
+                       .values = cache.value_side(),
                        .slots = slot_list,
                        .slot_count = cache.slots(),
                        .tokens = tokens,
@@ -174,8 +148,8 @@ Tensor rotary_append(Tensor qkv, MaybeTensor q_norm, MaybeTensor k_norm, double 
                         .cosine = data<T>(cos),
                         .sine = data<T>(sin),
                         .query = mutable_data<T>(query),
-                        .keys = key_side(cache),
-                        .values = value_side(cache),
+                        .keys = cache.key_side(),
+                        .values = cache.value_side(),
                         .slots = slot_list,
                         .slot_count = cache.slots(),
                         .tokens = tokens,

@@ -5,6 +5,7 @@
 // the same bits as one after another. A cache is [blocks, block_size, kv_heads, head_dim].
 #pragma once
 
+#include "cache_side.cuh"
 #include "rows.cuh"
 
 namespace quantkit::cuda {
@@ -14,19 +15,6 @@ constexpr int kHeadWarps = 4;           // heads of a block of append_rotated
 constexpr int kMostHeadDim = 512;       // of append_rotated
 constexpr int kGatherThreads = 256;
 constexpr int kGatherUnits = 2;         // that a thread loads at once
-
-// One of the two halves of a cache: keys or values.
-struct CacheSide {
-  uint8_t* cache;
-  const float* scale;    // null for plain values
-  int64_t scale_stride;  // 0: one for all heads
-};
-
-// One of two, by its members: choosing between addresses would put both into local memory.
-QK_DEVICE CacheSide choose(bool second, const CacheSide& a, const CacheSide& b) {
-  return {second ? b.cache : a.cache, second ? b.scale : a.scale,
-          second ? b.scale_stride : a.scale_stride};
-}
 
 template <class T>
 struct AppendCall {

@@ -53,6 +53,12 @@ Tensor rotary_append(Tensor qkv, std::optional<Tensor> q_norm, std::optional<Ten
 Tensor kv_gather(Tensor cache, std::optional<Tensor> scale, Tensor blocks, int64_t length,
                  ScalarType dtype);
 
+// qkv_linear.cu
+Tensor fp8_qkv_append(Tensor x, Tensor weight, Tensor weight_scale, std::optional<Tensor> bias,
+                      int64_t group_size, std::optional<Tensor> cos, std::optional<Tensor> sin,
+                      Tensor k_cache, Tensor v_cache, std::optional<Tensor> k_scale,
+                      std::optional<Tensor> v_scale, Tensor slots, int64_t heads);
+
 // attention.cu
 Tensor paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, std::optional<Tensor> k_scale,
                        std::optional<Tensor> v_scale, Tensor block_tables, Tensor lengths,

@@ -9,6 +9,7 @@
 
 #include "activation.cuh"
 #include "intrinsics.cuh"
+#include "rotary.cuh"
 
 namespace quantkit::cuda {
 
@@ -373,12 +374,6 @@ struct RotaryCall {
   bool aligned;        // chunks of both halves of what turns, and of the rest, are whole and at
                        // multiples of 16 bytes
 };
-
-// x * cosine + partner * sine, every step rounded to T; the first of a pair takes -sine.
-template <class T>
-QK_DEVICE float rotated(float x, float cosine, float partner, float sine) {
-  return widen(narrow<T>(x * cosine)) + widen(narrow<T>(partner * sine));
-}
 
 // A token a block; a thread turns 8 pairs at a time, or copies 8 elements.
 template <class T>

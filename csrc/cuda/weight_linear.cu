@@ -7,14 +7,6 @@
 namespace quantkit::cuda {
 namespace {
 
-FloatType half_type(const char* op, const Tensor& x) {
-  const ScalarType type = x.scalar_type();
-  if (type != ScalarType::BFloat16 && type != ScalarType::Half) {
-    fail(op, "x", "bfloat16 or float16", dtype_text(type));
-  }
-  return float_type(op, "x", type);
-}
-
 Tensor run(const char* op, const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
            const std::optional<Tensor>& bias, int64_t group_size,
            const std::optional<Tensor>& outlier_columns,

@@ -152,12 +152,55 @@ QK_DEVICE void multiply_chunk(float (&sums)[kTiles][kTokenTiles][4],
   }
 }
 
+// The rows g and g + 8 of a tile in a matrix of weights.
+struct RowPair {
+  int64_t low, high;
+};
+
+// Features one after another, as their rows are: which rows a tile has, and where what they give
+// goes. `sums` are those of 16 features; `apart` is what outliers add to them.
+template <class Format, class T, class Shape, bool kGated, bool kGrouped>
+struct FeatureOutput {
+  static constexpr int kParts = kGated ? 2 : 1;  // weight rows behind an output feature
+  static constexpr bool kOutliers = true;
+  const LinearCall& call;
+
+  // Of the first part. Rows beyond the last repeat it: their sums go nowhere.
+  QK_DEVICE RowPair rows(int64_t tile_feature, int g) const {
+    const int64_t last = call.features - 1;
+    const int64_t feature = tile_feature + g;
+    return {feature < last ? feature : last, feature + 8 < last ? feature + 8 : last};
+  }
+
+  QK_DEVICE void store(const WarpSums<Shape, kParts>& sums,
+                       const float (&apart)[kParts][Shape::kTokens][kTileRows],
+                       int64_t first_token, int64_t tile_feature) const {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < Shape::kTokens * kTileRows; i += Shape::kThreads) {
+      const int row = i % kTileRows;
+      const int in_block = i / kTileRows;
+      const int64_t out_token = first_token + in_block;
+      const int64_t feature = tile_feature + row;
+      if (out_token >= call.tokens || feature >= call.features) continue;
+      float totals[kParts];
+      float beside[kParts];
+      add_warps<Shape, kParts>(sums, in_block, row, totals);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        totals[part] *= Decode<Format>::kFactor;
+        beside[part] = apart[part][in_block][row];
+      }
+      static_cast<T*>(call.out)[out_token * call.features + feature] =
+          narrow<T>(finish_feature<kGated>(call, totals, beside, kGrouped, feature));
+    }
+  }
+};
+
 // columns % 16 == 0; x and codes aligned to 16 bytes. kGrouped: group_size a power of two >= 64.
 // Grid: (blocks of tokens, blocks of features).
-template <class Format, class T, class Shape, bool kGated, bool kGrouped>
-__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocessor)
-    weight_linear(const LinearCall call) {
-  constexpr int kParts = kGated ? 2 : 1;  // weight rows behind an output feature
+template <class Format, class T, class Shape, bool kGrouped, class Output>
+QK_DEVICE void multiply_rows(const LinearCall& call, const Output& output) {
+  constexpr int kParts = Output::kParts;
   constexpr int kTiles = Shape::kRowTiles * kParts;
   constexpr int kTokenTiles = Shape::kTokenTiles;
   constexpr int kSplits = Shape::kSplits;
@@ -177,18 +220,17 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
   const int over = chunks % (2 * kSplits) - 2 * warp;
   const int count = chunks / (2 * kSplits) * 2 + (over < 0 ? 0 : over > 2 ? 2 : over);
 
-  // Where the lane reads next. Rows and tokens beyond the last repeat it: their sums go nowhere.
+  // Where the lane reads next. Tokens beyond the last repeat it: their sums go nowhere.
   const uint8_t* low[kTiles];
   const uint8_t* high[kTiles];
   const float* low_scale[kTiles];
   const float* high_scale[kTiles];
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
-    const int64_t last = call.features - 1;
-    const int64_t feature = first_feature + tile / kParts * kTileRows + g;
+    const RowPair rows = output.rows(first_feature + tile / kParts * kTileRows, g);
     const int64_t part = tile % kParts * call.features;
-    const int64_t low_row = part + (feature < last ? feature : last);
-    const int64_t high_row = part + (feature + 8 < last ? feature + 8 : last);
+    const int64_t low_row = part + rows.low;
+    const int64_t high_row = part + rows.high;
     const int64_t column = warp * kUnit + lane_column;
     low[tile] = call.codes + low_row * call.columns + column;
     high[tile] = call.codes + high_row * call.columns + column;
@@ -248,7 +290,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
     if (stage < count) load_codes(codes[stage], stage % 2 * kChunk, true);
     if (stage % 2 == 1) next_codes();
   }
-  prefetch_outliers<Shape, kParts>(call, first_feature);
+  if constexpr (Output::kOutliers) prefetch_outliers<Shape, kParts>(call, first_feature);
   wait_for_previous_kernel();
   if (kTokenStages == 2 && count > 0) load_tokens(x[0], 0, true);
   for (int i = 0; i < count; i += kStages) {
@@ -280,7 +322,7 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
   for (int row_tile = 0; row_tile < Shape::kRowTiles; ++row_tile) {
     const int64_t tile_feature = first_feature + row_tile * kTileRows;
     if (row_tile > 0) __syncthreads();
-    if (call.outliers.count > 0) {
+    if (Output::kOutliers && call.outliers.count > 0) {
       share_outliers<T, Shape, kParts>(call, first_token, tile_feature, shared[warp]);
       __syncthreads();
 #pragma unroll 1
@@ -305,25 +347,15 @@ __global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocess
       }
     }
     __syncthreads();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < Shape::kTokens * kTileRows; i += Shape::kThreads) {
-      const int row = i % kTileRows;
-      const int in_block = i / kTileRows;
-      const int64_t out_token = first_token + in_block;
-      const int64_t feature = tile_feature + row;
-      if (out_token >= call.tokens || feature >= call.features) continue;
-      float totals[kParts];
-      float beside[kParts];
-      add_warps<Shape, kParts>(shared, in_block, row, totals);
-#pragma unroll
-      for (int part = 0; part < kParts; ++part) {
-        totals[part] *= Decode<Format>::kFactor;
-        beside[part] = apart[part][in_block][row];
-      }
-      static_cast<T*>(call.out)[out_token * call.features + feature] =
-          narrow<T>(finish_feature<kGated>(call, totals, beside, kGrouped, feature));
-    }
+    output.store(shared, apart, first_token, tile_feature);
   }
+}
+
+template <class Format, class T, class Shape, bool kGated, bool kGrouped>
+__global__ void __launch_bounds__(Shape::kThreads, Shape::kBlocksPerMultiprocessor)
+    weight_linear(const LinearCall call) {
+  multiply_rows<Format, T, Shape, kGrouped>(
+      call, FeatureOutput<Format, T, Shape, kGated, kGrouped>{call});
 }
 
 // Any shape, groups and alignment, slowly: a warp sums one feature of one token.

@@ -31,6 +31,11 @@ void launch_shape(const LinearCall& call, const Launch& launch) {
   launch(weight_linear<Format, T, Shape, kGated, kGrouped>, grid, Shape::kThreads, call);
 }
 
+// The shape for up to 8 tokens.
+template <int kSplits, bool kGated, bool kGrouped>
+using FewTokens = LinearShape<1, 1, kSplits, kSplits == 16 || (kGated && kGrouped) ? 2 : 4, 2,
+                              kSplits == 4 ? 4 : kSplits == 16 || kGrouped ? 2 : 3>;
+
 // kSplits, the parts that K is split into, is that of the layer: a token's result must not depend on
 // how many there are. More rows a block mean fewer readers of x, whose bytes weigh 2 * tokens / rows
 // of the weights'; but few blocks cannot fill a GPU. Gated features have two rows.
@@ -40,10 +45,7 @@ void launch_by_tokens(const LinearCall& call, const Launch& launch) {
   constexpr bool kWide = kSplits == 16;  // with the registers of 16 warps
   constexpr int kRowTiles = kGated || kWide ? 1 : 2;
   if (call.tokens <= 8) {
-    constexpr int kStages = kWide || (kGated && kGrouped) ? 2 : 4;
-    constexpr int kBlocks = kSplits == 4 ? 4 : kWide || kGrouped ? 2 : 3;
-    using Shape = LinearShape<1, 1, kSplits, kStages, 2, kBlocks>;
-    launch_shape<Format, T, Shape, kGated, kGrouped>(call, launch);
+    launch_shape<Format, T, FewTokens<kSplits, kGated, kGrouped>, kGated, kGrouped>(call, launch);
   } else if (call.tokens <= 16) {
     constexpr int kBlocks = kWide ? 1 : kSplits == 4 ? 4 : 2;
     using Shape = LinearShape<kRowTiles, 2, kSplits, 2, kGrouped || kWide ? 1 : 2, kBlocks>;

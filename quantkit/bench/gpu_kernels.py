@@ -19,8 +19,10 @@ from torch import Tensor
 
 from quantkit.attention_ops import paged_attention
 from quantkit.block_ops import BLOCK, block_scaled_mm, quantize_groups
+from quantkit.cache_ops import rotary_append
 from quantkit.numerics import E4M3
 from quantkit.ops import CUDA_FEW_ROWS, fp8_gated_linear, fp8_linear
+from quantkit.qkv_ops import MOST_ROWS, fits, fp8_qkv_append
 from quantkit.row_ops import QuantizedRows, add_rms_norm, gate_mul_quantize, quantize_rows
 from quantkit.runtime.shapes import ModelShape
 from quantkit.scaled_ops import MULTIPLE, scaled_mm
@@ -136,6 +138,9 @@ def measure_gpu_kernels(
             speeds.append(weights.scaled_mm(name, count, limits, repeats))
             if count > CUDA_FEW_ROWS and torch.cuda.get_device_capability(device) == (9, 0):
                 speeds += weights.in_blocks(name, count, limits, repeats)
+        if name == "q/k/v":
+            for count in (count for count in rows if count <= MOST_ROWS):
+                speeds += weights.appending(shape, count, limits, repeats)
         del weights
     for count in rows:
         speeds += _row_kernels(shape, count, limits, device, repeats)
@@ -188,6 +193,38 @@ class _Weights:
         text = f"{count} x {self.columns} x {self.out}"
         torch_us = None if torch_taken is None else 1e6 * torch_taken
         return GpuKernelSpeed(f"w8a8 {name}", text, 1e6 * taken, rate, tflops, share, torch_us)
+
+    def appending(
+        self, shape: ModelShape, count: int, limits: GpuLimits, repeats: int
+    ) -> list[GpuKernelSpeed]:
+        """Measure q, k and v into the cache: by two kernels, and by one; see `qkv_linear`."""
+        heads, kv_heads, head_dim = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        if not fits(self.columns, 1, self.columns, head_dim, head_dim):
+            return []
+        x = torch.randn(count, self.columns, device=self.device).bfloat16()
+        scale, columns = self._scale.view(-1, 1), self.columns
+        cos, sin = torch.randn(2, count, head_dim, device=self.device).bfloat16()
+        size = (1, CACHE_BLOCK, kv_heads, head_dim)
+        keys, values = (torch.zeros(size, device=self.device).to(E4M3.dtype) for _ in range(2))
+        one, slots = torch.ones(1, device=self.device), torch.arange(count, device=self.device)
+        into = ((cos, sin), keys, values, one, one, slots, heads)
+
+        def two(codes: Tensor) -> Tensor:
+            qkv = fp8_linear(x, codes, scale, None, columns).view(count, -1, head_dim)
+            return rotary_append(qkv, None, None, 0.0, *into)
+
+        speeds = []
+        for kind, run in (
+            ("two", two),
+            ("one", lambda codes: fp8_qkv_append(x, codes, scale, None, columns, *into)),
+        ):
+            taken = seconds_of([partial(run, codes) for codes in self._codes], repeats)
+            rate = self.out * self.columns / taken / 1e9
+            text = f"{count} x {self.columns} x {self.out}"
+            share = rate / limits.copy_gb_per_second
+            name = f"q/k/v into cache, {kind}"
+            speeds.append(GpuKernelSpeed(name, text, 1e6 * taken, rate, None, share))
+        return speeds
 
     def in_blocks(
         self, name: str, count: int, limits: GpuLimits, repeats: int

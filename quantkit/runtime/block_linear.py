@@ -74,6 +74,10 @@ class BlockLinear:
         """Return None: a norm does not round in groups."""
         return None
 
+    def decoding(self, num_rows: int) -> Fp8Linear | None:
+        """Return the layer for inputs as they are, where it does not round them."""
+        return self.plain if num_rows < self.from_rows else None
+
 
 def codes_from(few_rows: int, device: torch.device) -> int | None:
     """Return from how many rows a GPU multiplies codes in blocks; None if it does not at all.

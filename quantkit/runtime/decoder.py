@@ -25,6 +25,7 @@ from quantkit.runtime.engine import SequenceCache
 from quantkit.runtime.kv_cache import CacheLayout, CacheStep, PagedCache, Scales
 from quantkit.runtime.norms import Norm
 from quantkit.runtime.placement import Placement
+from quantkit.runtime.qkv_linear import AppendingLinear
 from quantkit.runtime.rotation import Rotation, by_length
 from quantkit.runtime.rotation_switch import RotationSwitch
 from quantkit.runtime.saturation import Saturation
@@ -36,6 +37,7 @@ Attend = Callable[[int, Tensor], Tensor]
 """(layer, rows of q, k and v [num_tokens, heads + 2 * kv_heads, head_dim]) -> like q.
 
 Norms of heads and the rotary embedding are its part too: a cache does them as it stores the keys.
+Where an AppendingLinear has done all that, it gets the queries alone.
 """
 
 FusedLayers = tuple[StepLayers, Tensor]
@@ -166,19 +168,30 @@ class Decoder:
         steps = {device: step.to(device) for device in self._placement.devices}
         turns = self._everywhere(self._step_angles(steps[self._placement.embedding]))
 
+        def turn(number: int) -> tuple[Tensor, Tensor] | None:
+            rotary, device = self._layers[number].rotary, self._placement.layers[number]
+            return None if rotary is None else turns[device][rotary]
+
+        appending = [
+            AppendingLinear.of(layer, number, turn(number), steps[device], cache, shape.num_heads)
+            for number, (layer, device) in enumerate(
+                zip(self._layers, self._placement.layers, strict=True)
+            )
+        ]
+
         def attend(number: int, qkv: Tensor) -> Tensor:
-            layer, device = self._layers[number], self._placement.layers[number]
-            here, angles = steps[device], turns[device]
-            norms = (layer.q_norm, layer.k_norm, shape.norm_eps)
-            if shape.qk_norm_together:
-                qkv, norms = self._normed_together(layer, qkv), (None, None, shape.norm_eps)
-            turn = None if layer.rotary is None else angles[layer.rotary]
-            query = cache.append_rotary(number, qkv, norms, turn, here, shape.num_heads)
+            layer, here = self._layers[number], steps[self._placement.layers[number]]
+            query = qkv
+            if appending[number] is None:
+                norms = (layer.q_norm, layer.k_norm, shape.norm_eps)
+                if shape.qk_norm_together:
+                    qkv, norms = self._normed_together(layer, qkv), (None, None, shape.norm_eps)
+                query = cache.append_rotary(number, qkv, norms, turn(number), here, shape.num_heads)
             return cache.attend(
                 number, query, here, shape.softmax_scale, layer.window, shape.scores_cap
             )
 
-        return self._run(hidden, attend)
+        return self._run(hidden, attend, appending)
 
     @torch.inference_mode()
     def logits(self, input_ids: Tensor) -> Tensor:
@@ -276,21 +289,29 @@ class Decoder:
             shape.scores_cap,
         )
 
-    def _run(self, hidden: Tensor, attend: Attend) -> Tensor:
-        """Run all layers and the final norm. Shapes: [num_tokens, hidden_size] -> the same."""
+    def _run(
+        self,
+        hidden: Tensor,
+        attend: Attend,
+        appending: Sequence[AppendingLinear | None] | None = None,
+    ) -> Tensor:
+        """Run all layers and the final norm. Shapes: [num_tokens, hidden_size] -> the same.
+
+        `appending` takes the place of q, k and v in the layers that have one.
+        """
         shape = self.shape
-        heads = shape.num_heads + 2 * shape.num_kv_heads
         delta: Tensor | None = None
         for number, layer in enumerate(self._layers):
             hidden, delta = _moved(hidden, delta, self._placement.layers[number])
+            project = (appending[number] if appending else None) or layer.qkv
             if layer.input_norm is None:
                 hidden = hidden if delta is None else hidden + delta
-                qkv = layer.qkv(hidden)
+                qkv = project(hidden)
             elif delta is None:
-                qkv = after_norm(layer.qkv, hidden, layer.input_norm)
+                qkv = after_norm(project, hidden, layer.input_norm)
             else:
-                hidden, qkv = after_add_norm(layer.qkv, hidden, delta, layer.input_norm)
-            attended = attend(number, qkv.view(-1, heads, shape.head_dim))
+                hidden, qkv = after_add_norm(project, hidden, delta, layer.input_norm)
+            attended = attend(number, qkv.view(len(qkv), -1, shape.head_dim))
             delta = layer.out(attended.reshape(-1, shape.query_size))
             delta = self._added(delta, layer.attention_norm)
             hidden, delta = layer.mlp.after_add_norm(hidden, delta, layer.post_norm)

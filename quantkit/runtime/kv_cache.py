@@ -19,6 +19,7 @@ from quantkit.attention_ops import causal_attention, paged_attention
 from quantkit.cache_ops import kv_gather, rotary_append
 from quantkit.errors import CheckpointError, GenerationError
 from quantkit.numerics import E4M3, Format
+from quantkit.qkv_ops import fp8_qkv_append
 from quantkit.runtime.saturation import Saturation, keys_of, values_of
 
 BLOCK_SIZE = 16
@@ -204,6 +205,25 @@ class PagedCache:
             scales = (k_scale, v_scale)
             self._count(self.layout.saturation, layer, scales, qkv, norms, angles, heads)
         return rotary_append(qkv, *norms, angles, keys, values, k_scale, v_scale, slots, heads)
+
+    def append_product(
+        self,
+        layer: int,
+        x: Tensor,
+        weights: tuple[Tensor, Tensor, Tensor | None, int],
+        angles: tuple[Tensor, Tensor] | None,
+        step: CacheStep,
+        heads: int,
+    ) -> Tensor:
+        """Do what `append_rotary` does, without norms, with the product of x and q, k and v.
+
+        `weights` are codes, scale, bias and group size of `fp8_qkv_append`. Shapes: x [num_tokens,
+        in_features] -> [num_tokens, heads, head_dim].
+        """
+        codes, scale, bias, group_size = weights
+        k_scale, v_scale = self._scales(layer)
+        caches = (self._keys[layer], self._values[layer], k_scale, v_scale)
+        return fp8_qkv_append(x, codes, scale, bias, group_size, angles, *caches, step.slots, heads)
 
     def _count(
         self,

@@ -45,6 +45,10 @@ class Linear(Protocol):
         """Return the layer as one that takes 8-bit rows; None if that is not how it multiplies."""
         ...
 
+    def decoding(self, num_rows: int) -> Fp8Linear | None:
+        """Return what decodes weights inside the product of `num_rows` rows, if that is done."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class InputQuantizer:
@@ -146,6 +150,10 @@ class Fp8Linear:
         """Return None: inputs are rounded, if at all, to values of their own dtype."""
         return None
 
+    def decoding(self, num_rows: int) -> Fp8Linear | None:
+        """Return the layer, unless it rounds its inputs."""
+        return self if self.inputs is None else None
+
     def counting(self, name: str, saturation: Saturation) -> Fp8Linear:
         """Return the layer with the saturation of its inputs counted under `name`."""
         if self.inputs is None:
@@ -180,6 +188,10 @@ class DenseLinear:
         return StepLinear(self.weight, bias=self.bias)
 
     def scaled(self, num_rows: int) -> None:
+        """Return None: nothing is in 8 bits."""
+        return None
+
+    def decoding(self, num_rows: int) -> None:
         """Return None: nothing is in 8 bits."""
         return None
 

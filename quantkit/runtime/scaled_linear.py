@@ -8,7 +8,7 @@ front of it, so that its input is rounded where it is made.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from quantkit.decoder_ops import StepLinear
 from quantkit.gate_ops import gate_mul
 from quantkit.numerics import E4M3
 from quantkit.row_ops import QuantizedRows, quantize_rows
-from quantkit.runtime.layers import Fp8Linear, Linear
+from quantkit.runtime.layers import Fp8Linear
 from quantkit.runtime.norms import Norm
 from quantkit.scaled_ops import MULTIPLE, scaled_mm
 from quantkit.scheme import QuantSpec
@@ -95,8 +95,24 @@ class ScaledLinear:
         """Return the layer if it multiplies `num_rows` rows in 8 bits."""
         return self if num_rows > self.few_rows else None
 
+    def decoding(self, num_rows: int) -> Fp8Linear | None:
+        """Return the layer for inputs as they are, where it does not round them."""
+        return self.plain if num_rows <= self.few_rows else None
 
-def after_norm(linear: Linear, hidden: Tensor, norm: Norm) -> Tensor:
+
+class Projection(Protocol):
+    """The part of `Linear` that joins it to a norm."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Shapes: [num_tokens, in_features] -> [num_tokens, ...]."""
+        ...
+
+    def scaled(self, num_rows: int) -> ScaledLinear | None:
+        """Return the layer as one that takes 8-bit rows; None if that is not how it multiplies."""
+        ...
+
+
+def after_norm(linear: Projection, hidden: Tensor, norm: Norm) -> Tensor:
     """Return `linear(norm(hidden))`."""
     scaled = linear.scaled(len(hidden))
     if scaled is None:
@@ -105,7 +121,7 @@ def after_norm(linear: Linear, hidden: Tensor, norm: Norm) -> Tensor:
 
 
 def after_add_norm(
-    linear: Linear, hidden: Tensor, delta: Tensor, norm: Norm
+    linear: Projection, hidden: Tensor, delta: Tensor, norm: Norm
 ) -> tuple[Tensor, Tensor]:
     """Return `total = hidden + delta` and `linear(norm(total))`."""
     scaled = linear.scaled(len(hidden))

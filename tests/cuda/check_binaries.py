@@ -65,6 +65,10 @@ RULES = (
     Rule("weight_linear*", r"\dweight_linearI", MATRIX),
     Rule("weight_linear*", r"\dweight_linearI", WIDE_LOAD),
     Rule("weight_linear_e4m3", "", DECODE, first_arch=89),
+    Rule("qkv_linear*", r"\dqkv_linearI", MATRIX),
+    Rule("qkv_linear*", r"\dqkv_linearI", WIDE_LOAD),
+    Rule("qkv_linear_e4m3", "", DECODE, first_arch=89),
+    Rule("qkv_linear_*", "", ENCODE, first_arch=89),  # of keys and values
     Rule("attention*", r"\dattendI", MATRIX),
     Rule("attention*", r"\dattendI.*4E4M3", DECODE, first_arch=89),
     # The read-only path is not for what a kernel before may still be writing.

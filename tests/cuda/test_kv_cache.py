@@ -15,13 +15,22 @@ from torch import Tensor
 
 from tests import reference
 from tests.cuda import emulator
+from tests.cuda.caches import (
+    BF16,
+    CODES,
+    E3M4,
+    E4M3,
+    FP16,
+    FP32,
+    NAMES,
+    assert_stored,
+    bits_of,
+    poisoned,
+    scales_of,
+    stored_of,
+)
 from tests.cuda.emulator import Order
 
-E4M3 = torch.float8_e4m3fn
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-E3M4 = torch.uint8  # its codes
-CODES = {E4M3: "e4m3", E3M4: "e3m4"}
-NAMES = {E4M3: "E4M3", E3M4: "E3M4", BF16: "BFloat16", FP16: "Half", FP32: "float"}
 # What is stored from what; what is gathered as what.
 STORES = [(E4M3, BF16), (E4M3, FP16), (E4M3, FP32), (BF16, BF16), (FP16, BF16), (FP32, FP16)]
 STORES += [(E3M4, BF16), (E3M4, FP32)]
@@ -191,37 +200,6 @@ class Sizes:
         return torch.tensor([int(number) for number in astuple(self)])
 
 
-def _poisoned(slots: int, heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    memory = torch.full((slots, heads, head_dim * dtype.itemsize), 0xA5, dtype=torch.uint8)
-    return memory.view(dtype)
-
-
-def _stored(x: Tensor, cache: torch.dtype, scale: Tensor | None) -> Tensor:
-    """What a cache must hold of x [tokens, heads, head_dim]."""
-    if scale is None:
-        return x.to(cache)
-    quotient = (x.float() / scale.view(-1, 1)).double().numpy()
-    return torch.from_numpy(reference.float8_encode(quotient, CODES[cache])).view(cache)
-
-
-def _scales(cache: torch.dtype, count: int) -> Tensor | None:
-    least = {E4M3: 0.001, E3M4: 0.05}.get(cache)
-    return None if least is None else torch.rand(count) * 20 * least + least
-
-
-def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.uint8)
-
-
-def _assert_stored(cache: Tensor, slots: list[int], x: Tensor, scale: Tensor | None) -> None:
-    slot_count, heads, head_dim = cache.shape
-    expected = _poisoned(slot_count, heads, head_dim, cache.dtype)
-    for token, slot in enumerate(slots):
-        if 0 <= slot < slot_count:
-            expected[slot].view(torch.uint8)[:] = _bits(_stored(x, cache.dtype, scale)[token])
-    assert torch.equal(_bits(cache), _bits(expected))
-
-
 @EVERY_STORE
 @pytest.mark.parametrize("head_dim", [1, 10, 64, 80, 264])
 @pytest.mark.parametrize("scales", [1, 3])
@@ -231,8 +209,8 @@ def test_append(
     """Rows that are part of wider ones; slots that do not exist are passed over."""
     tokens, heads, slots = 4, 3, [6, -1, 0, 9]
     key, value = (torch.randn(tokens, wide, head_dim).to(dtype) for wide in (heads, heads + 2))
-    caches = [_poisoned(9, heads, head_dim, cache) for _ in range(2)]
-    k_scale, v_scale = _scales(cache, scales), _scales(cache, scales)
+    caches = [poisoned(9, heads, head_dim, cache) for _ in range(2)]
+    k_scale, v_scale = scales_of(cache, scales), scales_of(cache, scales)
     sizes = Sizes(
         tokens, 0, heads, head_dim, 9, scales, key.stride(0), value.stride(0), head_dim % 8 == 0
     )
@@ -241,8 +219,8 @@ def test_append(
         f"append_{_name(cache, dtype)}",
         *(key, value, *caches, k_scale, v_scale, torch.tensor(slots), sizes.tensor()),
     )
-    _assert_stored(caches[0], slots, key, k_scale)
-    _assert_stored(caches[1], slots, value[:, :heads], v_scale)
+    assert_stored(caches[0], slots, key, k_scale)
+    assert_stored(caches[1], slots, value[:, :heads], v_scale)
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -254,7 +232,7 @@ def test_append_encodes_every_kind_of_number(
     key = (torch.randn(40, 3, 24) * torch.logspace(-6, 6, 40).view(-1, 1, 1)).to(dtype)
     key[7, 1, 3:5] = torch.tensor([torch.nan, -torch.inf])
     value = ((torch.arange(40 * 3 * 24).view(40, 3, 24) % 2048) * 2.0**-11 - 0.3).to(dtype)
-    caches = [_poisoned(40, 3, 24, cache) for _ in range(2)]
+    caches = [poisoned(40, 3, 24, cache) for _ in range(2)]
     scale = torch.tensor([1.0, 0.75, 2.0**-9])
     sizes = Sizes(40, 0, 3, 24, 40, 3, 72, 72, aligned)
     slots = torch.arange(40).flip(0)
@@ -263,7 +241,7 @@ def test_append_encodes_every_kind_of_number(
     )
     values = torch.from_numpy(reference.float8_values(CODES[cache]))
     for x, filled in ((key, caches[0]), (value, caches[1])):
-        expected, stored = _bits(_stored(x, cache, scale)), _bits(filled[slots])
+        expected, stored = bits_of(stored_of(x, cache, scale)), bits_of(filled[slots])
         nan = values[expected.long()].isnan()
         assert nan.sum() == x.isnan().sum()
         assert torch.equal(stored[~nan], expected[~nan])
@@ -308,9 +286,9 @@ def _check_rotary_append(
     norm_type = FP32 if wide_norm else dtype
     q_norm, k_norm = torch.rand(2, head_dim).to(norm_type) + 0.5 if norm else (None, None)
     cos, sin = torch.randn(2, tokens, rotary_dim).to(dtype) if turn else (None, None)
-    scales = _scales(cache, kv_heads), _scales(cache, 1)
+    scales = scales_of(cache, kv_heads), scales_of(cache, 1)
     scales = (scales[0], None if scales[1] is None else scales[1].expand(kv_heads).contiguous())
-    caches = [_poisoned(7, kv_heads, head_dim, cache) for _ in range(2)]
+    caches = [poisoned(7, kv_heads, head_dim, cache) for _ in range(2)]
     out = torch.full((tokens, heads, head_dim), torch.nan).to(dtype)
     aligned = head_dim % 16 == 0 and rotary_dim % 8 == 0
     sizes = Sizes(
@@ -327,9 +305,9 @@ def _check_rotary_append(
         query, key = _norm(query, q_norm), _norm(key, k_norm)
     if cos is not None and sin is not None:
         query, key = _rotary(query, cos, sin), _rotary(key, cos, sin)
-    assert torch.equal(_bits(out), _bits(query))
-    _assert_stored(caches[0], slots, key, scales[0])
-    _assert_stored(caches[1], slots, value, scales[1])
+    assert torch.equal(bits_of(out), bits_of(query))
+    assert_stored(caches[0], slots, key, scales[0])
+    assert_stored(caches[1], slots, value, scales[1])
 
 
 def _norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -363,8 +341,8 @@ def test_gather(
     used = -(-length // block_size)
     blocks = torch.randperm(used + 2).int()[:used]
     stored = torch.randn(used + 2, block_size, heads, head_dim).mul(100)
-    stored = _stored(stored, E3M4, torch.full((1,), 30.0)) if cache == E3M4 else stored.to(cache)
-    scale = _scales(cache, heads)
+    stored = stored_of(stored, E3M4, torch.full((1,), 30.0)) if cache == E3M4 else stored.to(cache)
+    scale = scales_of(cache, heads)
     out = torch.full((length, heads, head_dim), torch.nan).to(dtype)
     LIBRARY.call(
         f"gather_{_name(cache, dtype)}",

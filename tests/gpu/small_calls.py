@@ -12,6 +12,7 @@ from quantkit.attention_ops import paged_attention, rms_norm, rotary
 from quantkit.cache_ops import kv_gather, rotary_append
 from quantkit.extension import load_cuda_kernels
 from quantkit.gate_ops import gate_mul
+from quantkit.qkv_ops import fp8_qkv_append
 
 DEVICE = torch.device("cuda")
 E4M3 = torch.float8_e4m3fn
@@ -30,6 +31,24 @@ def linears() -> None:
                     torch.ops.quantkit.fp8_linear(x, codes, scale, None, group)
                     if rows % 2 == 0:
                         torch.ops.quantkit.fp8_gated_linear(x, codes, scale, None, group, "silu")
+
+
+def projections() -> None:
+    """q, k and v into the cache: both splits of K, groups, every format."""
+    for heads, kv_heads, dim, group in ((4, 2, 64, 256), (60, 4, 64, 256), (4, 2, 64, 128)):
+        rows, columns = (heads + 2 * kv_heads) * dim, 256
+        scale = torch.rand(rows, columns // group, device=DEVICE) * 1e-3
+        for codes_dtype in (E4M3, torch.float8_e5m2, torch.uint8):
+            bits = torch.randint(0, 0x60, (rows, columns), dtype=torch.uint8, device=DEVICE)
+            weights = (bits.view(codes_dtype), scale, None, group)
+            for kind in (E4M3, torch.bfloat16):
+                caches = [torch.zeros(2, 16, kv_heads, dim, device=DEVICE).to(kind) for _ in "kv"]
+                one = torch.ones(1, device=DEVICE) if kind == E4M3 else None
+                for count in (1, 8):
+                    x = torch.randn(count, columns, device=DEVICE).bfloat16()
+                    angles = tuple(torch.randn(2, count, dim // 2, device=DEVICE).bfloat16())
+                    slots = torch.arange(count, device=DEVICE)
+                    fp8_qkv_append(x, *weights, angles, *caches, one, one, slots, heads)
 
 
 def rows() -> None:
@@ -73,7 +92,7 @@ def attention() -> None:
 if __name__ == "__main__":
     if not load_cuda_kernels():
         raise SystemExit("needs quantkit/_cuda*.so (make cuda)")
-    for job in (linears, rows, attention):
+    for job in (linears, projections, rows, attention):
         job()
         torch.cuda.synchronize()
         print(job.__name__, "done", flush=True)

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from quantkit import numerics, ops
 from quantkit.block_ops import BLOCK, block_scaled_mm, quantize_groups
+from quantkit.cache_ops import rotary_append
+from quantkit.qkv_ops import fp8_qkv_append
 from quantkit.row_ops import QuantizedRows, quantize_rows
 from quantkit.scaled_ops import scaled_mm
 from tests.gpu import oracles
@@ -202,3 +204,46 @@ def test_block_scaled_mm(dtype: torch.dtype, count: int, rows: int, columns: int
     # The tensor core's own accumulator holds 128 columns at most.
     assert_sums(actual, left @ right.T + bias.double(), left.abs() @ right.abs().T, 2.0**-12)
     assert torch.equal(actual, block_scaled_mm(given, codes, scale, bias, dtype))
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.uint8, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("count", [1, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary_dim", "columns", "group"),
+    [
+        (32, 8, 128, 128, 4096, 4096),
+        (9, 3, 64, 64, 576, 576),
+        (8, 2, 64, 32, 1024, 128),
+        (4, 4, 80, 0, 2560, 2560),
+    ],
+)
+@HALVES
+def test_q_k_and_v_into_the_cache(
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    rotary_dim: int,
+    columns: int,
+    group: int,
+    count: int,
+    kind: torch.dtype,
+) -> None:
+    """One kernel has the bits of two one after another, whose own tests know what is right."""
+    codes, scale = random_weight((heads + 2 * kv_heads) * dim, columns, "e4m3", group)
+    weights = (codes, scale, torch.randn(len(codes), device=DEVICE), group)
+    x = torch.randn(count, columns, device=DEVICE).to(dtype)
+    angles = tuple(torch.randn(2, count, rotary_dim, device=DEVICE).to(dtype))
+    turn = angles if rotary_dim else None
+    slots = torch.randperm(64, device=DEVICE)[:count]
+    scales = [torch.rand(size, device=DEVICE) * 0.05 + 0.01 for size in (kv_heads, 1)]
+    if kind == torch.bfloat16:
+        scales = [None, None]
+    shape = (4, 16, kv_heads, dim)
+    fused, plain = ([torch.zeros(shape, device=DEVICE).to(kind) for _ in "kv"] for _ in range(2))
+    query = fp8_qkv_append(x, *weights, turn, *fused, *scales, slots, heads)
+    qkv = torch.ops.quantkit.fp8_linear(x, *weights).view(count, -1, dim)
+    expected = rotary_append(qkv, None, None, 0.0, turn, *plain, *scales, slots, heads)
+    assert torch.equal(query, expected)
+    for got, wanted in zip(fused, plain, strict=True):
+        assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
