@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from quantkit.cli import devices
 from quantkit.cli.console import note, quiet_transformers, write
 from quantkit.errors import GenerationError, UnsupportedError, nearest
 
@@ -61,6 +62,9 @@ def bench(
         str, typer.Option(metavar="T,...", help="Temperatures, for --draft.")
     ] = "0,0.7",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(metavar="auto|balanced|FILE.json", help=devices.HELP)
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -78,8 +82,9 @@ def bench(
     from quantkit.cli.bench_tables import print_drafting, print_speeds
     from quantkit.load import load_fp8
 
+    places = devices.read_device_map(device_map)
     begin = time.perf_counter()
-    model = load_fp8(checkpoint, device=device, threads=threads, draft=draft)
+    model = load_fp8(checkpoint, device, draft, threads=threads, device_map=places)
     report: dict[str, Any] = {
         "checkpoint": str(checkpoint),
         "threads": torch.get_num_threads(),

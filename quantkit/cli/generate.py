@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from quantkit.cli import devices
 from quantkit.cli.console import note, quiet_transformers, write
 from quantkit.errors import GenerationError
 
@@ -53,6 +54,9 @@ def generate(
         bool, typer.Option("--deterministic", help="Keep even roundings independent of drafts.")
     ] = False,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device_map: Annotated[
+        str | None, typer.Option(metavar="auto|balanced|FILE.json", help=devices.HELP)
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="CPU threads.")] = None,
     stats: Annotated[
         bool, typer.Option("--stats", help="Report tokens and speed on standard error.")
@@ -78,12 +82,14 @@ def generate(
         stop=stop,
     )
     text = _read_stdin() if prompt is None else prompt
+    places = devices.read_device_map(device_map)
     # Loading torch takes seconds; what can be refused without it has been.
     from quantkit.load import load_fp8
 
     model = load_fp8(
         checkpoint,
         device=device,
+        device_map=places,
         draft=draft,
         threads=threads,
         verification=verification,

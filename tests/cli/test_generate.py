@@ -53,6 +53,47 @@ def test_an_unknown_draft_is_named_before_anything_is_loaded(tmp_path: Path) -> 
     assert_one_line_error(done, 2, "draft 'sufix' is neither", "did you mean 'suffix'")
 
 
+def test_a_device_map_from_a_file(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    places = tmp_path / "places.json"
+    places.write_text('{"": "cpu", "model.layers.1": "cpu"}')
+    options = ["--prompt", PROMPT, "--max-new-tokens", "4", "--temperature", "0"]
+    plain = quantkit("generate", tiny_checkpoint, *options)
+    mapped = quantkit("generate", tiny_checkpoint, *options, "--device-map", places)
+    assert (mapped.returncode, mapped.stdout) == (0, plain.stdout)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file or directory; give auto, balanced, or a JSON file"),
+        ("{", "it is not JSON"),
+        ("[1]", "must be an object of names of modules and devices"),
+        ('{"": true}', "must be an object of names of modules and devices"),
+        ('{"": "disk"}', "device_map places '' on 'disk'"),
+        ('{"model.layers.0": "cpu"}', "device_map says nothing about model.layers.1"),
+    ],
+)
+def test_a_device_map_that_is_none_is_named(
+    content: str | None, message: str, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    places = tmp_path / "places.json"
+    if content is not None:
+        places.write_text(content)
+    done = quantkit("generate", tiny_checkpoint, "--prompt", "a", "--device-map", places)
+    assert_one_line_error(done, 2, message)
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+@pytest.mark.parametrize("command", [["generate", "--prompt", "a"], ["bench"]])
+def test_several_gpus_are_asked_for_where_there_are_none(
+    command: list[str], gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    done = quantkit(*command, tmp_path, "--device-map", "balanced")
+    message = f"--device-map balanced is for several GPUs, and this machine has {gpus}"
+    assert_one_line_error(done, 2, message)
+
+
 def test_chat_stop_and_stats(tiny_checkpoint: Path) -> None:
     from quantkit import load_fp8
 
