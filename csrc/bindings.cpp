@@ -20,5 +20,7 @@ STABLE_TORCH_LIBRARY_IMPL(quantkit, CPU, library) {
   library.impl("rotary", TORCH_BOX(&quantkit::rotary));
   library.impl("kv_append", TORCH_BOX(&quantkit::kv_append));
   library.impl("paged_attention", TORCH_BOX(&quantkit::paged_attention));
+  library.impl("argmax_rows", TORCH_BOX(&quantkit::argmax_rows));
+  library.impl("sample_gumbel", TORCH_BOX(&quantkit::sample_gumbel));
   library.impl("read_memory", TORCH_BOX(&quantkit::read_memory));
 }

@@ -1,8 +1,8 @@
 """Custom ops that choose one token a row: the largest score, without or with Gumbel noise.
 
-Schema, fake kernel and a reference kernel in torch; the CUDA kernels (csrc/cuda/sampling.cu) choose
-the same tokens without a noise tensor. What scores mean, and where keys come from, is in
-`quantkit.runtime.sampling` and `quantkit.runtime.noise`.
+Schema, fake kernel and a reference kernel in torch; the kernels in C++ (csrc/cpu/sampling.cpp) and
+CUDA (csrc/cuda/sampling.cu) choose the same tokens without a noise tensor. What scores mean, and
+where keys come from, is in `quantkit.runtime.sampling` and `quantkit.runtime.noise`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Final
 
 import torch
 from torch import Tensor
+
+import quantkit.extension  # noqa: F401 - adds the C++ kernels
 
 GOLDEN: Final = 0x9E3779B97F4A7C15
 MIX_STEPS: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))

@@ -80,7 +80,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "row_ops": ("errors", "numerics", *OPS),
     "scaled_ops": ("errors", "numerics", *OPS),
     "block_ops": ("errors", "numerics", *OPS),
-    "sampling_ops": (),
+    "sampling_ops": OPS,
     "decoder_ops": ("errors", "numerics", *OPS),
     "expert_ops": OPS,
     "probe_ops": OPS,

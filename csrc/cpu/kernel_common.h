@@ -19,7 +19,8 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Rows of x that a kernel computes for `batch` of them; the rest is zero padding.
 inline int padded_batch(int batch) {
-  int padded = 1;
+  if (batch <= 4) return batch;
+  int padded = 8;
   while (padded < batch) padded *= 2;
   return padded;
 }

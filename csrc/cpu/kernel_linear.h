@@ -185,14 +185,14 @@ __attribute__((noinline)) void dot_rows(const LinearTask& task, int64_t row, int
 
 struct DotKernel {
   DotRows run;
-  int rows;   // weight rows a call
+  int rows;   // weight rows a call, at most Isa::kLanes
   int batch;  // rows of x a call, padding included
 };
 
 template <class Isa, class Format, int kM = 1>
 DotKernel choose_batch(int batch) {
   if constexpr (kM < Isa::kMaxBatch) {
-    if (batch > kM) return choose_batch<Isa, Format, 2 * kM>(batch);
+    if (batch > kM) return choose_batch<Isa, Format, kM < 4 ? kM + 1 : 2 * kM>(batch);
   }
   return {dot_rows<Isa, Format, Isa::weight_rows(kM), kM>, Isa::weight_rows(kM), kM};
 }
@@ -216,7 +216,7 @@ using Chooser = DotKernel (*)(const LinearTask&);
 template <class Isa>
 inline void dot_lanes(const DotKernel& kernel, const LinearTask& task, int64_t row, int64_t count,
                       float* sums) {
-  float block[kRowsPerUnit * Isa::kMaxBatch];
+  float block[Isa::kLanes * Isa::kMaxBatch];  // no kernel takes more weight rows
   for (int64_t i = 0; i < count; i += kernel.rows) {
     const int valid = static_cast<int>(at_most(kernel.rows, count - i));
     kernel.run(task, row + i, valid, block);

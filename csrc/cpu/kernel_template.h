@@ -23,6 +23,7 @@
 #pragma once
 
 #include "kernel_attention.h"
+#include "kernel_choice.h"
 #include "kernel_dequantize.h"
 #include "kernel_linear.h"
 #include "kernel_outliers.h"
@@ -49,6 +50,7 @@ constexpr KernelSet kKernels{
     .gate = gate<Isa>,
     .rotary = rotary<Isa>,
     .append = append<Isa>,
+    .choose = choose_tokens,
     .tile_rows = attention_tile_rows,
     .query_size = attention_query_size<Isa>,
     .partial_size = attention_partial_size<Isa>,

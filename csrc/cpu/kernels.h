@@ -152,6 +152,14 @@ struct TileKernels {
   void (*gated_linear)(const LinearTask&, int64_t begin, int64_t end, float* scratch);
 };
 
+// One token a row.
+struct ChoiceTask {
+  const float* scores;  // [rows, columns], contiguous; at least one column
+  const int64_t* keys;  // [rows], of Gumbel noise, or null for none
+  int64_t* tokens;      // [rows]
+  int64_t columns;
+};
+
 struct KernelSet {
   // To be called on each thread before and after all others; null for nothing.
   void (*enter)();
@@ -176,6 +184,7 @@ struct KernelSet {
   void (*gate)(const GateTask&, int64_t begin, int64_t end);
   void (*rotary)(const RotaryTask&, int64_t begin, int64_t end);
   void (*append)(const AppendTask&, int64_t begin, int64_t end);
+  void (*choose)(const ChoiceTask&, int64_t begin, int64_t end);
   // Attention of one tile. Buffers are aligned to 64 bytes, their sizes in floats.
   // Queries that are worth having share decoded keys.
   int64_t (*tile_rows)(const AttentionTask&);

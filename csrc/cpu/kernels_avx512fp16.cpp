@@ -1,13 +1,13 @@
 // AVX-512 with FP16 arithmetic: the AVX-512 kernels, but for 8-bit weights and 16-bit x, whose
-// products are summed eight at a time in float16 before they go to float32. A weight then costs a
-// third of the instructions, which is what stands between the float32 kernels and the memory's
+// products are summed eighteen at a time in float16 before they go to float32. A weight then costs
+// a third of the instructions, which is what stands between the float32 kernels and the memory's
 // speed. x in float32 keeps float32 accumulation.
 //
 // Error. Every row of x is scaled by a power of two so that its largest magnitude is in [512,
-// 1024): a sum of 8 products with weights below 1.75 stays within float16, and 16-bit x keep all
-// their bits, or absolute precision of 2^-25 of the largest. A sum is off by at most 9 roundings of
-// 2^-11 relative to sum |x w|, in practice by 5e-4 of it; rounding x to bfloat16 has cost 2e-3
-// before.
+// 1024): a sum of 18 products with weights below 1.75 stays within float16, and 16-bit x keep all
+// their bits, or absolute precision of 2^-25 of the largest. A sum is off by at most 19 roundings
+// of 2^-11 relative to sum |x w|, in practice by 7e-4 of the result; rounding x to bfloat16 has
+// cost 2e-3 before.
 //
 // The order of summation depends on columns and group size only: as in kernel_template.h.
 
@@ -41,7 +41,9 @@ using Lanes = Avx512::Lanes;
 
 constexpr int kColumns = Avx512::kColumns;
 constexpr int kMaxBatch = Avx512::kMaxBatch;
-constexpr int kChunksPerFlush = 4;  // of 2 products a lane each
+// Of 2 products a lane each. Half of what is added before float32 costs as many instructions as the
+// products of one row of x.
+constexpr int kChunksPerFlush = 9;
 
 // Prefetching a group of weight rows ahead into L1 is near enough to be in time only where rows are
 // long. Below this many bytes a group, groups further ahead are brought into L2 first, which takes
@@ -201,9 +203,10 @@ float half_dot_by_table(const LinearTask& task, int64_t row, int m) {
   return total * task.x[m];
 }
 
+// Lanes that add up to rows `row` to `row + kR` by each row of x; true if there was a special code.
 template <class Format, int kR, int kM>
-__attribute__((noinline)) void half_rows(const LinearTask& task, int64_t row, int valid,
-                                         float* out) {
+inline __attribute__((always_inline)) bool half_rows(const LinearTask& task, int64_t row, int valid,
+                                                     Lanes (&total)[kM][kR]) {
   const WeightMatrix& weight = task.weight;
   const uint8_t* w[kR];
   const float* scale[kR];
@@ -214,9 +217,8 @@ __attribute__((noinline)) void half_rows(const LinearTask& task, int64_t row, in
   }
   HalfBlock<Format, kR, kM> block;
   block.peak = HalfBlock<Format, kR, kM>::Codes::Peak::none();
-  __m512 total[kR][kM];
   QK_UNROLL for (int r = 0; r < kR; ++r) {
-    QK_UNROLL for (int m = 0; m < kM; ++m) total[r][m] = _mm512_setzero_ps();
+    QK_UNROLL for (int m = 0; m < kM; ++m) total[m][r] = Lanes::zero();
   }
   const char* x = reinterpret_cast<const char*>(task.x + kHeader);
   for (int64_t group = 0; group < weight.groups; ++group) {
@@ -231,20 +233,39 @@ __attribute__((noinline)) void half_rows(const LinearTask& task, int64_t row, in
     QK_UNROLL for (int r = 0; r < kR; ++r) {
       const __m512 factor = _mm512_set1_ps(scale[r][group]);
       QK_UNROLL for (int m = 0; m < kM; ++m) {
-        total[r][m] = _mm512_fmadd_ps(block.sum[r][m], factor, total[r][m]);
+        total[m][r].v = _mm512_fmadd_ps(block.sum[r][m], factor, total[m][r].v);
       }
     }
   }
-  QK_UNROLL for (int r = 0; r < kR; ++r) {
+  return block.peak.special();
+}
+
+// Up to 16 weight rows at a time, whose lanes are added up together; see DotRows.
+template <class Format, int kR, int kM>
+__attribute__((noinline)) void half_sums(const LinearTask& task, int64_t row, int valid,
+                                         float* out) {
+  Lanes total[kM][Avx512::kLanes];
+  QK_UNROLL for (int m = 0; m < kM; ++m) {
+    for (int r = valid / kR * kR; r < Avx512::kLanes; ++r) total[m][r] = Lanes::zero();
+  }
+  bool special = false;
+  for (int r = 0; r < valid; r += kR) {
+    Lanes part[kM][kR];
+    special |= half_rows<Format, kR, kM>(task, row + r, valid - r, part);
     QK_UNROLL for (int m = 0; m < kM; ++m) {
-      // Rows of padding have no factor; nobody reads their results.
-      const float factor = m < task.batch ? task.x[m] * Format::kHalfFactor : 0.0f;
-      out[r * kM + m] = Lanes{total[r][m]}.sum() * factor;
+      QK_UNROLL for (int i = 0; i < kR; ++i) total[m][r + i] = part[m][i];
     }
   }
-  if (!block.peak.special()) return;
+  for (int m = 0; m < task.batch; ++m) {
+    alignas(64) float sums[Avx512::kLanes];
+    const float factor = task.x[m] * Format::kHalfFactor;
+    Lanes::mul(Lanes::sums(total[m]), Lanes::broadcast(factor)).store(sums);
+    for (int r = 0; r < valid; ++r) out[r * kM + m] = sums[r];
+  }
+  if (!special) return;
   for (int r = 0; r < valid; ++r) {
-    if (!has_special<Format>(w[r], weight.columns)) continue;
+    const int64_t columns = task.weight.columns;
+    if (!has_special<Format>(task.weight.codes + (row + r) * columns, columns)) continue;
     for (int m = 0; m < task.batch; ++m) {
       out[r * kM + m] = half_dot_by_table<Format>(task, row + r, m);
     }
@@ -253,10 +274,11 @@ __attribute__((noinline)) void half_rows(const LinearTask& task, int64_t row, in
 
 template <class Format>
 DotKernel choose_half_batch(int batch) {
-  if (batch == 1) return {half_rows<Format, 4, 1>, 4, 1};
-  if (batch == 2) return {half_rows<Format, 4, 2>, 4, 2};
-  if (batch <= 4) return {half_rows<Format, 4, 4>, 4, 4};
-  return {half_rows<Format, 2, 8>, 2, 8};
+  if (batch == 1) return {half_sums<Format, 4, 1>, Avx512::kLanes, 1};
+  if (batch == 2) return {half_sums<Format, 4, 2>, Avx512::kLanes, 2};
+  if (batch == 3) return {half_sums<Format, 4, 3>, Avx512::kLanes, 3};
+  if (batch == 4) return {half_sums<Format, 4, 4>, Avx512::kLanes, 4};
+  return {half_sums<Format, 2, 8>, Avx512::kLanes, 8};
 }
 
 DotKernel choose_half(const LinearTask& task) {

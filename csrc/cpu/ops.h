@@ -79,6 +79,10 @@ torch::stable::Tensor expert_mlps(torch::stable::Tensor x, torch::stable::Tensor
                                   std::vector<torch::stable::Tensor> linears,
                                   std::vector<int64_t> group_sizes, std::string activation);
 
+torch::stable::Tensor argmax_rows(torch::stable::Tensor scores);
+
+torch::stable::Tensor sample_gumbel(torch::stable::Tensor scores, torch::stable::Tensor keys);
+
 torch::stable::Tensor read_memory(torch::stable::Tensor x);
 
 }  // namespace quantkit

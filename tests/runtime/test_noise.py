@@ -2,18 +2,10 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from quantkit.runtime.noise import (
-    bits_below,
-    gumbel_of_bits,
-    noise_bits,
-    noise_key,
-    token_offsets,
-    uniform,
-)
+from quantkit.runtime.noise import noise_key, uniform
 from quantkit.sampling_ops import gumbel
 
 MASK = (1 << 64) - 1
@@ -78,24 +70,6 @@ def test_neighbouring_seeds_sequences_positions_and_tokens_are_uncorrelated() ->
     row = gumbel(torch.tensor([base]), tokens)[0]
     shifted = torch.stack([row[:-1], row[1:]])
     assert abs(float(torch.corrcoef(shifted)[0, 1])) < 5 / math.sqrt(50_000)
-
-
-def test_numpy_bits_are_those_of_the_noise() -> None:
-    ids = np.array([0, 1, 17, 150_000])
-    for key in (noise_key(1, 2, 3), -5, 0):
-        noise = gumbel_of_bits(noise_bits(key, token_offsets(ids)))
-        expected = gumbel(torch.tensor([key]), torch.from_numpy(ids))[0]
-        assert torch.allclose(torch.from_numpy(noise), expected, rtol=1e-14)
-
-
-def test_bits_below_a_noise_have_less_noise() -> None:
-    for noise in np.linspace(-3.5, 30, 500).tolist():
-        limit = bits_below(noise)
-        below = np.array([max(0, limit - 1)], dtype=np.uint64)
-        assert gumbel_of_bits(below)[0] < noise or limit == 0
-        # And it is not so careful as to be useless.
-        above = np.array([min(limit + limit // 10**9 + 10**6, 2**52 - 1)], dtype=np.uint64)
-        assert gumbel_of_bits(above)[0] > noise or noise > 22
 
 
 def test_uniforms_are_the_noise_of_token_0_and_purposes_differ() -> None:
