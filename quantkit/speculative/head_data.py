@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generation import Generation
+from quantkit.runtime.model import Fp8Model
 from quantkit.runtime.params import ResolvedParams
 from quantkit.speculative.hidden_tap import HiddenTap
 
@@ -26,6 +27,8 @@ LOGIT_ROWS = 256
 class Text:
     """One text, and what the target knew after each of its tokens but the last.
 
+    The first `prompt` tokens are not the target's own.
+
     Shapes: tokens int64 [n + 1]; states [n, hidden_size]; log_sums float32 [n], the logarithm of
     the sum of the exponentials of the logits.
     """
@@ -33,6 +36,7 @@ class Text:
     tokens: Tensor
     states: Tensor
     log_sums: Tensor
+    prompt: int = 0
 
     def __len__(self) -> int:
         return len(self.states)
@@ -43,9 +47,16 @@ class Writing:
     """How much to let the target write."""
 
     new_tokens: int = 192  # of a text, at most
-    most_tokens: int = 200_000  # of all texts; each keeps about 2 bytes for every hidden unit
-    batch: int = 16  # texts at a time
+    most_tokens: int = 400_000  # of all texts; each keeps about 2 bytes for every hidden unit
+    batch: int = 64  # texts at a time
     seed: int = 0
+
+
+def ending_ids(model: Fp8Model) -> frozenset[int]:
+    """Return the tokens that end a text of the model."""
+    ids = model.generation_config.get("eos_token_id")
+    listed = ids if isinstance(ids, list) else [ids]
+    return frozenset(token_id for token_id in listed if token_id is not None)
 
 
 def write_texts(
@@ -92,7 +103,7 @@ def _write(target: Engine, prompts: Sequence[list[int]], params: ResolvedParams)
             continue
         states = tap.take(number, len(tokens) - 1)
         sums = [tap.head(part).logsumexp(-1) for part in torch.split(states, LOGIT_ROWS)]
-        texts.append(Text(torch.tensor(tokens), states.cpu(), torch.cat(sums).cpu()))
+        texts.append(Text(torch.tensor(tokens), states.cpu(), torch.cat(sums).cpu(), len(prompt)))
     return texts
 
 

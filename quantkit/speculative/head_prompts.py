@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 
 from quantkit.runtime.model import Fp8Model
+from quantkit.speculative.head_questions import own_questions
 
 TASKS = (
     "Explain {} to a child.",
@@ -46,40 +47,48 @@ EXCERPT_CHARACTERS = (80, 500)
 """Shortest and longest excerpt that is given to go on from."""
 MOST_TOKENS = 160
 """A prompt is cut to so many."""
-FREE_START = 8
-"""One prompt of so many is empty: the target begins as it likes."""
+KINDS = ("free", "question", "excerpt", "question", "task", "question", "excerpt", "question")
+"""Prompts take these in turn."""
 
 
 def head_prompts(model: Fp8Model, texts: Sequence[str], seed: int) -> Iterator[list[int]]:
-    """Yield prompts without end, as token ids: tasks, excerpts of `texts`, and nothing at all.
+    """Yield prompts without end, as token ids.
 
-    Tasks are given as a chat where the tokenizer has a template.
+    They are questions that the target asks itself, excerpts of `texts`, built-in tasks, and nothing
+    at all, from where the target begins as it likes. Without texts there are more questions; where
+    the tokenizer has no chat template there are more tasks, and these are plain text.
     """
     generator = random.Random(seed)
     most = min(MOST_TOKENS, model.engine.max_context // 2)
-    excerpts = _excerpts(texts, generator)
-    for number in itertools.count():
-        if number % FREE_START == 0:
-            ids = model.encode("")
-        elif texts and number % 2:
-            ids = model.encode(next(excerpts))
-        else:
-            ids = _task(model, generator.choice(TASKS).format(generator.choice(TOPICS)))
+    tasks = _tasks(model, generator)
+    questions = own_questions(model, seed) if model.tokenizer.chat_template else tasks
+    excerpts = _excerpts(model, texts, generator) if texts else questions
+    sources = {"excerpt": excerpts, "question": questions, "task": tasks}
+    for kind in itertools.cycle(KINDS):
+        ids = model.encode("") if kind == "free" else next(sources[kind])
         if ids:
             yield ids[:most]
 
 
-def _task(model: Fp8Model, task: str) -> list[int]:
-    if model.tokenizer.chat_template:
-        return model.encode_chat([{"role": "user", "content": task}])
-    return model.encode(f"{task}\n\n")
+def _tasks(model: Fp8Model, generator: random.Random) -> Iterator[list[int]]:
+    """Yield every task about every topic, and then all of them again."""
+    pairs = list(itertools.product(TASKS, TOPICS))
+    generator.shuffle(pairs)
+    for task, topic in itertools.cycle(pairs):
+        text = task.format(topic)
+        if model.tokenizer.chat_template:
+            yield model.encode_chat([{"role": "user", "content": text}])
+        else:
+            yield model.encode(f"{text}\n\n")
 
 
-def _excerpts(texts: Sequence[str], generator: random.Random) -> Iterator[str]:
+def _excerpts(
+    model: Fp8Model, texts: Sequence[str], generator: random.Random
+) -> Iterator[list[int]]:
     """Yield pieces of texts, each beginning at a word; longer texts are used more."""
     lengths = [len(text) for text in texts]
-    while texts:
+    while True:
         (text,) = generator.choices(texts, lengths)
         start = generator.randrange(len(text))
         start = text.find(" ", start) + 1  # 0, the beginning, if no word begins after it
-        yield text[start : start + generator.randint(*EXCERPT_CHARACTERS)]
+        yield model.encode(text[start : start + generator.randint(*EXCERPT_CHARACTERS)])

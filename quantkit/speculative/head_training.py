@@ -81,6 +81,7 @@ class Trainer:
         self._shape = shape
         self._embedding = ends.embedding
         self.token_ids = frequent_tokens(usable, shape.vocab_size, training.draft_vocab)
+        self._whole_output = ends.output
         self._output = ends.output[self.token_ids].float()
         self._rule = ends.logits
         self._held_out = usable[::HELD_OUT]
@@ -116,18 +117,28 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """Return, per drafting step, how often held-out tokens would be accepted."""
+        """Return, per drafting step, how often tokens of held-out texts would be accepted.
+
+        Only those that the target wrote are counted, and if all drafts before were right.
+        """
         sampled, greedy = ([0.0] * EVALUATED_STEPS for _ in range(2))
+        counts = [0] * EVALUATED_STEPS
         for text in self._held_out:
-            batch = self._batch([(text, 0)], min(len(text), self._training.window))
-            p, top = batch.p, batch.p.argmax(-1)
+            batch = self._batch([(text, 0)], len(text))
+            states = text.states.to(self._whole_output.dtype)
+            likeliest = F.linear(states, self._whole_output).argmax(-1)  # with any LogitsRule
             for step, logits in enumerate(self._draft_logits(batch, EVALUATED_STEPS)):
-                q = logits.float().softmax(-1)
-                overlap = torch.minimum(p, q).sum(-1)[step:].mean()
-                agreeing = (logits.argmax(-1) == top)[step:].float().mean()
-                sampled[step] += float(overlap) / len(self._held_out)
-                greedy[step] += float(agreeing) / len(self._held_out)
-        return {"sampled_acceptance": sampled, "greedy_acceptance": greedy}
+                written = slice(max(step, text.prompt - 1), None)
+                overlap = torch.minimum(batch.p, logits.float().softmax(-1)).sum(-1)[written]
+                agreeing = (self.token_ids[logits.argmax(-1)] == likeliest)[written]
+                counts[step] += len(overlap)
+                sampled[step] += float(overlap.sum())
+                greedy[step] += float(agreeing.sum())
+        shares = [
+            [hits / max(1, n) for hits, n in zip(kind, counts, strict=True)]
+            for kind in (sampled, greedy)
+        ]
+        return {"sampled_acceptance": shares[0], "greedy_acceptance": shares[1]}
 
     def _loss(self, batch: Batch, share: float) -> Tensor:
         """Return the weighted mean over drafting steps, at a share of the training."""

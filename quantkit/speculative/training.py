@@ -9,7 +9,7 @@ from dataclasses import replace
 from quantkit.checkpoint import open_checkpoint
 from quantkit.runtime.model import Fp8Model
 from quantkit.runtime.shapes import model_shape, parse_config
-from quantkit.speculative.head_data import Text, Writing, write_texts
+from quantkit.speculative.head_data import Text, Writing, ending_ids, write_texts
 from quantkit.speculative.head_prompts import head_prompts
 from quantkit.speculative.head_training import Trainer, Training
 from quantkit.speculative.head_weights import DraftHead, HeadShape, TargetEnds
@@ -62,12 +62,10 @@ def _write(
     seconds: float,
     report: Report,
 ) -> list[Text]:
-    ending = model.generation_config.get("eos_token_id")
-    ids = ending if isinstance(ending, list) else [ending]
     return write_texts(
         model.engine,
         prompts,
-        frozenset(token_id for token_id in ids if token_id is not None),
+        ending_ids(model),
         writing,
         WRITING_SHARE * seconds,
         lambda tokens: report(f"written {tokens} of {writing.most_tokens} tokens"),

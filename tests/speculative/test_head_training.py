@@ -15,6 +15,7 @@ from quantkit.runtime.loading import load_engine
 from quantkit.runtime.model import Fp8Model
 from quantkit.speculative.head_data import Text, Writing, frequent_tokens, write_texts
 from quantkit.speculative.head_prompts import head_prompts
+from quantkit.speculative.head_questions import own_questions, question_start
 from quantkit.speculative.head_training import EVALUATED_STEPS, Trainer, Training
 from quantkit.speculative.head_weights import DraftHead, HeadShape, TargetEnds
 from quantkit.speculative.training import train_drafter
@@ -135,7 +136,28 @@ def test_too_little_text_is_an_error(ends: TargetEnds, texts: list[Text]) -> Non
         trainer(ends, [Text(text.tokens[:3], text.states[:2], text.log_sums[:2]) for text in texts])
 
 
-def test_prompts_are_tasks_excerpts_and_free_starts(model: Fp8Model) -> None:
+def test_what_is_reported_is_about_tokens_that_the_target_wrote(
+    texts: list[Text], ends: TargetEnds, model: Fp8Model
+) -> None:
+    learning = trainer(ends, texts, draft_vocab=30)
+    agreeing, written = [0, 0], [0, 0]
+    for text in [text for text in texts if len(text) > EVALUATED_STEPS + 1][::20]:
+        batch = learning._batch([(text, 0)], len(text))
+        guesses = learning.model.unroll(batch.known, batch.embedded, 2)
+        likeliest = model.logits(text.tokens[None, :-1])[0].argmax(-1)
+        for step, guess in enumerate(guesses):
+            places = (guess[0] @ ends.output[learning.token_ids].float().T).argmax(-1)
+            for place in range(max(step, text.prompt - 1), len(text)):
+                written[step] += 1
+                agreeing[step] += int(learning.token_ids[places[place]] == likeliest[place])
+    expected = [hits / count for hits, count in zip(agreeing, written, strict=True)]
+    # Products in bfloat16 may turn a few near ties around.
+    greedy = learning.evaluate()["greedy_acceptance"]
+    assert greedy[:2] == pytest.approx(expected, abs=0.01)
+    assert written[0] < 0.9 * sum(map(len, texts)) / 20
+
+
+def test_prompts_are_questions_tasks_excerpts_and_free_starts(model: Fp8Model) -> None:
     words = " ".join(tiny.WORDS)
     prompts = head_prompts(model, [words], seed=3)
     some = [next(prompts) for _ in range(40)]
@@ -144,8 +166,29 @@ def test_prompts_are_tasks_excerpts_and_free_starts(model: Fp8Model) -> None:
     again = head_prompts(model, [words], seed=3)
     assert [next(again) for _ in range(40)] == some
     assistant = model.tokenizer.convert_tokens_to_ids("assistant")
-    assert any(assistant in prompt for prompt in some)
+    assert sum(assistant in prompt for prompt in some) > 10  # long ones are cut
     assert any(len(set(prompt)) > 15 for prompt in some)
+    assert len(set(map(tuple, some))) > 30
+
+
+def test_questions_are_what_the_model_makes_of_the_chats_beginning(model: Fp8Model) -> None:
+    chat = model.encode_chat([{"role": "user", "content": "red blue"}])
+    start = question_start(model)
+    assert chat[: len(start)] == start
+    assert chat[len(start) :][:2] == model.encode("red blue")[-2:]
+    questions = own_questions(model, seed=5)
+    some = [next(questions) for _ in range(70)]  # more than one batch of them
+    assert all(question[: len(start)] == start for question in some)
+    assert len(set(map(tuple, some))) > 60
+
+
+def test_without_a_chat_template_prompts_are_plain(folder: Path) -> None:
+    model = Fp8Model(load_engine(folder, dtype="float32"), folder)
+    model.tokenizer.chat_template = None
+    prompts = head_prompts(model, [], seed=0)
+    some = [next(prompts) for _ in range(40)]
+    assistant = model.tokenizer.convert_tokens_to_ids("assistant")
+    assert not any(assistant in prompt for prompt in some)
 
 
 def test_the_whole_way_from_a_model_to_its_drafter(model: Fp8Model, tmp_path: Path) -> None:
