@@ -28,8 +28,11 @@ demo: $(INSTALLED)
 	@ls -l $(DEMO)
 	.venv/bin/quantkit generate $(DEMO) --chat --prompt "$(QUESTION)" --max-new-tokens 64 --stats
 
+# One process a core, four at most, of one thread each. A plain pytest FILE runs in one process.
+WORKERS ?= $(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n : 4)))
+
 test: $(INSTALLED)
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 # The long sweeps that make test leaves out, marked slow: thousands of damaged files, kills, kernels.
 test-slow: $(INSTALLED)

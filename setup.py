@@ -124,6 +124,7 @@ setup(
         "report": ["matplotlib", "jinja2"],
         "dev": [
             "pytest",
+            "pytest-xdist>=3.2",
             "hypothesis",
             "ruff",
             "mypy",

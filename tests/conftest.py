@@ -12,9 +12,11 @@ To build variants (other families, dtypes, shards) call the functions of `tests/
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ import torch
 from hypothesis import settings
 
 from tests import tiny
+from tests.cuda.emulator import LAUNCHED
 
 # The same examples in every run, and no time limits: CI machines are slow now and then.
 settings.register_profile("quantkit", derandomize=True, deadline=None)
@@ -32,6 +35,27 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     """Let `pytest -k cases` find every test that carries a case's number, as in test_b01_..."""
     if re.search(r"_b\d\d_|TestB\d\d", item.nodeid):
         item.extra_keyword_matches.add("cases")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Give each of the processes of `pytest -n` one thread: here, before they import torch."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Add what another process ran on the emulator."""
+    launched = getattr(node, "workeroutput", {}).get("launched", {})
+    for kernel, shapes in launched.items():
+        LAUNCHED.setdefault(kernel, set()).update(shapes)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how much ran on the emulator."""
+    if LAUNCHED:
+        pairs = sum(map(len, LAUNCHED.values()))
+        terminalreporter.write_line(f"emulator: {len(LAUNCHED)} kernels, {pairs} kernels x shapes")
 
 
 @pytest.fixture(autouse=True)

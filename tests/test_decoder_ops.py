@@ -186,7 +186,7 @@ def test_every_activation(activation: str) -> None:
         ({"caches": []}, "weights, caches and numbers must be 26, 4 and 6 a layer, got 78, 0"),
         ({"hidden": torch.randn(9, 64)}, r"norm must be of shape \[features\] = \[64\]"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
 def test_a_bad_argument_is_named(change: dict[str, Any], message: str) -> None:
     arguments = make(torch.float32).arguments() | change

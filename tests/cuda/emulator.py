@@ -7,6 +7,7 @@ when the source, a file that it includes, or the options change.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -14,7 +15,10 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +54,40 @@ class EmulatorError(Exception):
 
 
 class Library:
-    """One compiled source; `library.f(a, b, 3)` calls its function f."""
+    """A source, compiled at the first call; `library.f(a, b, 3)` calls its function f."""
 
-    def __init__(self, path: Path, sanitize: bool) -> None:
-        self.path = path
-        self.sanitize = sanitize
+    def __init__(self, source: str, flags: list[str], sanitize: bool) -> None:
+        self.source, self.flags, self.sanitize = source, flags, sanitize
         self.order = Order.ASCENDING
         self._process: subprocess.Popen[bytes] | None = None
-        self._shared, self._kernels = _symbols(path)
+        self._kernels: dict[int, str] = {}
+        self._failure: RuntimeError | None = None
         self._report = tempfile.TemporaryFile()  # noqa: SIM115 - what the child says, all its life
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return lambda *arguments: self.call(name, *arguments)
+
+    @cached_property
+    def path(self) -> Path:
+        """The compiled library; what an earlier run, or another process, compiled is taken."""
+        name = hashlib.sha256("\0".join([self.source, *self.flags]).encode()).hexdigest()[:24]
+        library, record = CACHE / f"{name}.so", CACHE / f"{name}.json"
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(CACHE / f"{name}.lock"):
+            if not (library.exists() and record.exists() and _is_current(record)):
+                self._build(library, record)
+        return library
+
+    def _build(self, library: Path, record: Path) -> None:
+        if self._failure is not None:
+            raise self._failure  # once is enough
+        try:
+            _build(self.source, self.flags, library, record)
+        except RuntimeError as error:
+            self._failure = error
+            raise
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function; arrays and tensors are overwritten with what it leaves in them.
@@ -116,6 +140,7 @@ class Library:
         return answer
 
     def _start(self) -> subprocess.Popen[bytes]:
+        shared, self._kernels = _symbols(self.path)
         self._report.truncate(0)
         self._report.seek(0)
         environment = dict(os.environ)
@@ -134,12 +159,12 @@ class Library:
             pipesize=2**20,  # few turns between the two processes
             env=environment,
         )
-        _send(process, (str(self.path), self._shared))
+        _send(process, (str(self.path), shared))
         return process
 
 
 def compile(source: str, *, sanitize: bool = True, sm80: bool = False) -> Library:
-    """Compile C++ source that includes .cuh files by name, such as "rows.cuh".
+    """Compile C++ source that includes .cuh files by name, such as "rows.cuh", once it is called.
 
     `sanitize`: with address sanitizer and checks of alignment, slower by half or so. `sm80`: as for
     processors without FP8 conversions, where bits are moved instead.
@@ -149,15 +174,18 @@ def compile(source: str, *, sanitize: bool = True, sm80: bool = False) -> Librar
         *(SANITIZE if sanitize else OPTIMIZE),
         *(["-DQK_EMULATE_SM80"] if sm80 else []),
     ]
-    name = hashlib.sha256("\0".join([source, *flags]).encode()).hexdigest()[:24]
-    library, record = CACHE / f"{name}.so", CACHE / f"{name}.json"
-    if not (library.exists() and record.exists() and _is_current(record)):
-        _build(source, flags, library, record)
-    return Library(library, sanitize)
+    return Library(source, flags, sanitize)
+
+
+@contextmanager
+def _one_at_a_time(lock: Path) -> Iterator[None]:
+    """Wait for other processes that compile the same."""
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _build(source: str, flags: list[str], library: Path, record: Path) -> None:
-    CACHE.mkdir(parents=True, exist_ok=True)
     unique = f"{library.stem}.{os.getpid()}"
     text, made, depends = (CACHE / f"{unique}{end}" for end in (".cpp", ".so", ".d"))
     text.write_text(source)
