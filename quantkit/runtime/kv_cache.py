@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,7 +88,9 @@ class CacheStep:
         return torch.repeat_interleave(self.lengths, counts, output_size=self.num_tokens)
 
     def to(self, device: torch.device) -> CacheStep:
-        """Return the same step with its tensors on another device."""
+        """Return the same step with its tensors on `device`."""
+        if self.positions.device == device:
+            return self
         return replace(
             self,
             positions=self.positions.to(device),
@@ -153,31 +154,41 @@ class PagedCache:
 
         The step's tensors are on the CPU.
         """
-        totals = [
-            self._lengths[sequence] + new
-            for sequence, new in zip(sequences, num_new_tokens, strict=True)
-        ]
-        for sequence, total in zip(sequences, totals, strict=True):
-            self._reserve(sequence, ceil(total / BLOCK_SIZE))
-        # Whole arrays: this runs for every token, while a GPU waits.
-        counts = np.array(num_new_tokens, dtype=np.int64)
-        ends = np.concatenate(([0], np.cumsum(counts)))
-        first = np.array(totals, dtype=np.int64) - counts - ends[:-1]
-        positions = np.repeat(first, counts) + np.arange(ends[-1])
-        tables = self._tables.numpy()
-        owners = np.repeat(np.array(sequences, dtype=np.int64), counts)
-        blocks = tables[owners, positions // BLOCK_SIZE].astype(np.int64)
+        # Plain lists: this runs for every token, and an array takes as long for one as for many.
+        totals: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        ends = [0]
+        for sequence, new in zip(sequences, num_new_tokens, strict=True):
+            begin = self._lengths[sequence]
+            self._reserve(sequence, ceil((begin + new) / BLOCK_SIZE))
+            positions += range(begin, begin + new)
+            slots += self._slots(sequence, begin, begin + new)
+            totals.append(begin + new)
+            ends.append(ends[-1] + new)
         width = ceil(max(totals) / BLOCK_SIZE)
         return CacheStep(
             sequences=tuple(sequences),
             new_lengths=tuple(totals),
-            positions=torch.from_numpy(positions),
-            slots=torch.from_numpy(blocks * BLOCK_SIZE + positions % BLOCK_SIZE),
-            block_tables=torch.from_numpy(tables[list(sequences), :width]),
+            positions=torch.tensor(positions, dtype=torch.int64),
+            slots=torch.tensor(slots, dtype=torch.int64),
+            block_tables=torch.from_numpy(self._tables.numpy()[list(sequences), :width]),
             lengths=torch.tensor(totals, dtype=torch.int32),
-            query_starts=torch.from_numpy(ends.astype(np.int32)),
-            last_rows=tuple((ends[1:] - 1).tolist()),
+            query_starts=torch.tensor(ends, dtype=torch.int32),
+            last_rows=tuple(end - 1 for end in ends[1:]),
         )
+
+    def _slots(self, sequence: int, begin: int, end: int) -> list[int]:
+        """Return where the tokens at positions [begin, end) are, in rows of the flattened cache."""
+        owned = self._owned[sequence]
+        slots: list[int] = []
+        while begin < end:
+            block, offset = divmod(begin, BLOCK_SIZE)
+            count = min(BLOCK_SIZE - offset, end - begin)
+            first = owned[block] * BLOCK_SIZE + offset
+            slots += range(first, first + count)
+            begin += count
+        return slots
 
     def commit(self, step: CacheStep) -> None:
         """Make the tokens of a step, now written in every layer, part of their sequences."""

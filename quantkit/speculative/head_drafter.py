@@ -202,8 +202,10 @@ class HeadSession:
         sequences = [attempt.request.sequence for attempt in attempts]
         counts = [len(row) for row in tokens]
         hidden = self._runner.run(known, ids, sequences, counts, self._cache)
+        if len(hidden) == len(counts):
+            return hidden
         ends = torch.tensor(counts).cumsum(0) - 1
-        return hidden if len(hidden) == len(ends) else hidden[ends.to(hidden.device)]
+        return hidden[ends.to(hidden.device)]
 
 
 class HeadDrafter:
