@@ -69,26 +69,36 @@ def _likeliest(scores: Tensor, logits: Tensor, prefixes: Sequence[Prefix]) -> Te
     return likeliest
 
 
+def is_processed(prefixes: Sequence[Prefix], params: ResolvedParams) -> bool:
+    """Return whether `process` changes anything after these prefixes."""
+    short = any(len(prefix.generated) < params.min_new_tokens for prefix in prefixes)
+    return short or _penalizes(params) or bool(params.logit_bias)
+
+
+def _penalizes(params: ResolvedParams) -> bool:
+    return (
+        params.repetition_penalty != 1
+        or params.frequency_penalty != 0
+        or params.presence_penalty != 0
+    )
+
+
 def process(logits: Tensor, prefixes: Sequence[Prefix], params: ResolvedParams) -> Tensor:
     """Apply what depends on the prefix and what the caller biases; the argmax may change.
 
     Shapes: float32 [rows, vocab] -> the same; the input itself when nothing applies.
     """
-    penalized = (
-        params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty
-    )
-    too_short = [len(prefix.generated) < params.min_new_tokens for prefix in prefixes]
-    if not (penalized or params.logit_bias or any(too_short)):
+    if not is_processed(prefixes, params):
         return logits
     scores = logits.clone()
-    if penalized:
+    if _penalizes(params):
         for row, prefix in zip(scores, prefixes, strict=True):
             _penalize(row, prefix, params)
     for token_id, bias in params.logit_bias.items():
         scores[:, token_id] += bias
     ending = sorted(params.ending_ids)
-    for row, short in zip(scores, too_short, strict=True):
-        if short:
+    for row, prefix in zip(scores, prefixes, strict=True):
+        if len(prefix.generated) < params.min_new_tokens:
             row[ending] = -math.inf
     return scores
 

@@ -34,6 +34,7 @@ from quantkit.speculative.head_weights import (
 )
 from quantkit.speculative.hidden_tap import HiddenTap, open_engine
 from quantkit.speculative.model_drafter import Attempt
+from quantkit.speculative.vocabulary import DraftVocabulary
 
 SOURCE = "head"
 ACTIVATION = "silu"
@@ -60,7 +61,7 @@ class HeadRunner:
         self._output = _linear(ends.output[head.token_ids].float(), device)
         self._rule = ends.logits
         self._embedding = ends.embedding.to(device, self.dtype)
-        self._token_ids = head.token_ids.to(device)
+        self.vocabulary = DraftVocabulary(head.token_ids.to(device), shape.vocab_size)
         self._layers = StepLayers()
         before, after = norms["input_norm"], norms["post_norm"]
         inner = (linears["gate_up"], linears["down"])
@@ -115,13 +116,8 @@ class HeadRunner:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits over the target's vocabulary, -inf for tokens that are not drafted.
-
-        Shapes: [rows, hidden_size] -> float32 [rows, vocab].
-        """
-        narrow = self._rule(_apply(self._output, hidden, torch.float32))
-        wide = narrow.new_full((len(hidden), self.shape.vocab_size), -torch.inf)
-        return wide.index_copy_(1, self._token_ids, narrow)
+        """Return logits of `vocabulary`. Shapes: [rows, hidden_size] -> float32 [rows, columns]."""
+        return self._rule(_apply(self._output, hidden, torch.float32))
 
 
 class HeadSession:
@@ -173,6 +169,7 @@ class HeadSession:
             self._runner.logits(hidden),
             [attempt.request for attempt in attempts],
             [attempt.tokens for attempt in attempts],
+            self._runner.vocabulary,
         )
         for row, attempt in enumerate(attempts):
             law = None if drawn.laws is None else drawn.laws[row]

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVocabulary:
+    """The tokens that a drafter can draft: int64 ids [columns], ascending, of `size` in all."""
+
+    token_ids: Tensor
+    size: int
+
+    def widen(self, logits: Tensor) -> Tensor:
+        """Return logits for all tokens, -inf for those that cannot be drafted.
+
+        Shapes: float32 [rows, columns] -> [rows, size].
+        """
+        wide = logits.new_full((len(logits), self.size), -torch.inf)
+        return wide.index_copy_(1, self.token_ids, logits)
 
 
 def token_map(tokenizer: Any) -> dict[int, str]:

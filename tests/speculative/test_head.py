@@ -108,11 +108,14 @@ def test_logits_are_those_of_the_targets_head_for_tokens_it_can_draft(
     head: DraftHead, ends: TargetEnds, target: Any
 ) -> None:
     hidden = torch.randn(3, 64)
-    logits = HeadRunner(head, ends, target).logits(hidden)
+    runner = HeadRunner(head, ends, target)
+    logits = runner.logits(hidden)
     expected = hidden @ ends.output.float().T
     # The output matrix is rounded to 8 bits: 2 ** -4 relative for each weight, half of it random.
-    assert float((logits[:, ::2] - expected[:, ::2]).abs().max()) < 0.1 * float(expected.std()) * 3
-    assert bool((logits[:, 1::2] == -torch.inf).all())
+    assert float((logits - expected[:, ::2]).abs().max()) < 0.1 * float(expected.std()) * 3
+    wide = runner.vocabulary.widen(logits)
+    assert torch.equal(wide[:, ::2], logits)
+    assert bool((wide[:, 1::2] == -torch.inf).all())
 
 
 def drafts_from_scratch(
