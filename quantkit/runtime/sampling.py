@@ -46,7 +46,8 @@ def sample(logits: Tensor, prefixes: Sequence[Prefix], params: ResolvedParams) -
     Raises GenerationError where a row is not finite or every token is forbidden.
     """
     if params.temperature == 0:
-        return _likeliest(process(logits, prefixes, params), logits, prefixes)
+        likeliest, _ = _peaks(process(logits, prefixes, params), logits, prefixes)
+        return likeliest
     keys = [noise_key(params.seed, prefix.sequence, prefix.position) for prefix in prefixes]
     return gumbel_argmax(log_weights(logits, prefixes, params), keys)
 
@@ -58,15 +59,16 @@ def log_weights(logits: Tensor, prefixes: Sequence[Prefix], params: ResolvedPara
     Raises GenerationError where a row is not finite or every token is forbidden.
     """
     scores = process(logits, prefixes, params)
-    peak = scores.gather(-1, _likeliest(scores, logits, prefixes)[:, None])
+    _, peak = _peaks(scores, logits, prefixes)
     return keep_likely((scores - peak) / max(params.temperature, MIN_TEMPERATURE), params)
 
 
-def _likeliest(scores: Tensor, logits: Tensor, prefixes: Sequence[Prefix]) -> Tensor:
-    """Return the argmax of every row, int64 [rows], having checked that it is finite."""
+def _peaks(scores: Tensor, logits: Tensor, prefixes: Sequence[Prefix]) -> tuple[Tensor, Tensor]:
+    """Return the argmax of every row, int64 [rows], and its score, [rows, 1], which is finite."""
     likeliest = argmax(scores)
-    _require_finite(scores.gather(-1, likeliest[:, None]), logits, prefixes)
-    return likeliest
+    peak = scores.gather(-1, likeliest[:, None])
+    _require_finite(peak, logits, prefixes)
+    return likeliest, peak
 
 
 def is_processed(prefixes: Sequence[Prefix], params: ResolvedParams) -> bool:
@@ -174,9 +176,10 @@ def log_probabilities(logits: Tensor, chosen: Sequence[int], count: int) -> list
 
 def _require_finite(peak: Tensor, logits: Tensor, prefixes: Sequence[Prefix]) -> None:
     """Raise GenerationError unless the largest score of every row is finite; peak is [rows, 1]."""
-    if bool(peak.isfinite().all()):
+    finite = [math.isfinite(value) for value in peak[:, 0].tolist()]
+    if all(finite):
         return
-    index = int((~peak[:, 0].isfinite()).nonzero()[0])
+    index = finite.index(False)
     place = f"sequence {prefixes[index].sequence}, position {prefixes[index].position}"
     if bool(logits[index].isnan().any()) or bool((logits[index] == math.inf).any()):
         raise GenerationError(f"the model's logits are not finite at {place}")

@@ -107,7 +107,7 @@ def choose_rows(
         ]
         places = [starts[index] + depth for index, depth in rows]
         prefixes = [requests[index].prefix(drafts[index].tokens[:depth]) for index, depth in rows]
-        picked = logits if len(places) == len(logits) else logits[places]
+        picked = _rows(logits, places)
         still = dict.fromkeys(agreeing)
         for (index, depth), token in zip(
             rows, sample(picked, prefixes, params).tolist(), strict=True
@@ -118,6 +118,14 @@ def choose_rows(
                     del still[index]
         agreeing = list(still)
     return chosen
+
+
+def _rows(logits: Tensor, places: Sequence[int]) -> Tensor:
+    """Return some rows; a copy only if there is no other way."""
+    first, last = places[0], places[-1]
+    if last - first == len(places) - 1:  # ascending, so side by side
+        return logits[first : last + 1]
+    return logits[list(places)]
 
 
 def row_starts(drafts: Sequence[Draft]) -> list[int]:
