@@ -66,7 +66,7 @@ def fp8_linear(
     number of bfloat16 rows: float32 accumulation and one rounding at the end. Otherwise the weight
     is rounded to x's dtype first, and torch multiplies. With the compiled kernels for CPUs a row is
     the same bits whatever rows it shares the call with, but for this: a matrix unit, which takes
-    over at 5 rows, sums in another order than the kernels for fewer.
+    over at 4 rows, sums in another order than the kernels for fewer.
 
     Raises UnsupportedError (reference kernels) or RuntimeError (C++ kernels) with the same text,
     naming the argument, if an argument does not fit.

@@ -73,9 +73,9 @@ class Layer:
     def most_rows_of_one_kind(self, x: Tensor) -> int:
         """Return up to how many rows the result is that of one row; more are equal to each other.
 
-        A matrix unit takes over at 5 rows.
+        A matrix unit takes over at 4 rows.
         """
-        return 4 if ops.multiplies_many_rows(x, self.weight, self.group_size) else x.shape[0]
+        return 3 if ops.multiplies_many_rows(x, self.weight, self.group_size) else x.shape[0]
 
     def oracle(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the exact result, and a bound on what float32 accumulation may add to it.

@@ -29,7 +29,7 @@ from tests.test_ops import (
 
 REJECTED = (UnsupportedError, RuntimeError)
 # Both sides of 8 and 16 features in a vector, 32 and 56 in a unit; of 4 and 8 rows of x in a pass,
-# 5 where a matrix unit takes over, 16 and 32 rows in its tiles.
+# 4 where a matrix unit takes over, 16 and 32 rows in its tiles.
 ROWS = [1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 57, 131]
 BATCHES = [0, 1, 3, 4, 5, 7, 8, 9, 16, 17, 33, 70]
 COUNTS = [0, 1, 2, 15, 64]

@@ -335,7 +335,7 @@ void tiles_linear(const LinearTask& task, int64_t begin, int64_t end, float* scr
 }
 
 constexpr TileKernels kTileKernels{
-    .fewest_rows = 5,
+    .fewest_rows = 4,
     .takes = tiles_take,
     .max_batch = tiles_max_batch,
     .packed_size = tiles_packed_size,

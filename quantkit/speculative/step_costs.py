@@ -6,9 +6,11 @@ Afterwards every real step corrects the level, which the length of the context m
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,10 +23,11 @@ MOST_ROWS = 64
 """Rows in total beyond which nothing is measured that two points show already."""
 EDGES = (FEW_ROWS, FEW_ROWS + 1)
 """Rows in total that are measured too: other kernels take over here."""
-REPEATS = 4
-"""Times that a number of rows is measured; what else runs only makes the times longer."""
+ROUNDS = 4
+"""Times that all numbers of rows are measured, in turn: what else runs only makes times longer, and
+a spell of it would otherwise fall on some numbers alone."""
 PATIENCE = 0.25
-"""Seconds after which nothing is measured once more: large models need no repeats."""
+"""Seconds a pass, on average, after which there is no other round: large models need none."""
 INERTIA = 0.9
 """Weight of the past in the running correction."""
 
@@ -78,31 +81,36 @@ class StepCosts:
 
     def _table(self, batch: int) -> Table:
         if batch not in self._tables:
-            table: Table = []
-            for rows in _rows_to_measure(batch):
-                seconds = self._measure(batch, rows)
-                # More rows take no less time; where they seem to, it was noise.
-                table.append((rows, max(seconds, table[-1][1] if table else 0.0)))
-            self._tables[batch] = table
+            rows = _rows_to_measure(batch)
+            # More rows take no less time; where they seem to, it was noise.
+            grown = itertools.accumulate(self._fewest_seconds(batch, rows), max)
+            self._tables[batch] = list(zip(rows, grown, strict=True))
         return self._tables[batch]
+
+    def _fewest_seconds(self, batch: int, rows: Sequence[int]) -> list[float]:
+        fewest = [math.inf] * len(rows)
+        for _ in range(ROUNDS):
+            begin = time.perf_counter()
+            times = [self._measure(batch, number) for number in rows]
+            fewest = [min(pair) for pair in zip(fewest, times, strict=True)]
+            if time.perf_counter() - begin > 2 * PATIENCE * len(rows):  # each is run twice
+                break
+        return fewest
 
 
 @torch.inference_mode()
 def measure_step(engine: Engine, batch: int, rows: int) -> float:
-    """Return the fewest seconds of a pass over `rows` rows, dealt out to `batch` sequences."""
+    """Return the seconds of a pass over `rows` rows, dealt out to `batch` sequences."""
     counts = [rows // batch + (sequence < rows % batch) for sequence in range(batch)]
     counts = [min(count, engine.max_context - 1) for count in counts]
     cache = engine.new_cache(batch, max(counts) + 1)
     _run(engine, cache, [1] * batch)
     _run(engine, cache, counts)  # the first pass of a shape may prepare something
-    times: list[float] = []
-    while len(times) < REPEATS and sum(times) < PATIENCE:
-        for sequence in range(batch):
-            cache.truncate(sequence, 1)
-        begin = time.perf_counter()
-        _run(engine, cache, counts)
-        times.append(time.perf_counter() - begin)
-    return min(times)
+    for sequence in range(batch):
+        cache.truncate(sequence, 1)
+    begin = time.perf_counter()
+    _run(engine, cache, counts)
+    return time.perf_counter() - begin
 
 
 def _run(engine: Engine, cache: SequenceCache, counts: list[int]) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from quantkit.ops import FEW_ROWS
-from quantkit.speculative.step_costs import MOST_ROWS, WIDTHS, StepCosts, measure_step
+from quantkit.speculative.step_costs import MOST_ROWS, ROUNDS, WIDTHS, StepCosts, measure_step
 from tests.runtime.fake_engine import FakeEngine
 
 
@@ -38,6 +38,20 @@ def test_a_batch_uses_the_table_of_the_power_of_two_within() -> None:
 def test_costs_never_fall_with_more_rows() -> None:
     costs = StepCosts(lambda batch, rows: 1.0 if rows != 2 else 5.0)
     assert costs.seconds(1, 16) == 5.0
+
+
+def test_a_spell_of_other_work_does_not_make_some_rows_dear() -> None:
+    calls: list[int] = []
+
+    def measure(batch: int, rows: int) -> float:
+        calls.append(rows)
+        # Something else runs during the first round's later half and the second's first.
+        return line(batch, rows) * (3 if 4 <= len(calls) <= 12 else 1)
+
+    costs = StepCosts(measure)
+    for rows in (1, 2, 4, 8, 16):
+        assert costs.seconds(1, rows) == pytest.approx(line(1, rows))
+    assert calls == ROUNDS * costs.measured_rows(1)
 
 
 def test_a_step_in_the_costs_is_measured_on_both_sides() -> None:
