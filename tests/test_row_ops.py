@@ -12,9 +12,12 @@ from quantkit.errors import UnsupportedError
 from quantkit.gate_ops import gate_mul
 from quantkit.numerics import E4M3, fake_quantize
 from quantkit.row_ops import QuantizedRows
+from quantkit.runtime import scaled_linear
 from quantkit.runtime.layers import Fp8Linear, InputQuantizer
+from quantkit.runtime.mlp import GatedMlp
+from quantkit.runtime.norms import RmsNorm
 from quantkit.runtime.scaled_linear import ScaledLinear
-from quantkit.scaled_ops import scaled_mm
+from quantkit.scaled_ops import scaled_gated_mm, scaled_mm
 from quantkit.scheme import Granularity, QuantSpec
 from tests import reference
 
@@ -138,6 +141,51 @@ def test_scaled_mm_equals_the_oracle(activation: str, count: int) -> None:
     torch.testing.assert_close(got.double(), torch.from_numpy(exact), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_scaled_gated_mm_equals_the_oracle(activation: str, count: int) -> None:
+    rows = row_ops.quantize_rows(torch.randn(count, 32))
+    weight = torch.randint(0, 0x7F, (48, 32), dtype=torch.uint8)
+    scale, bias = torch.rand(48) / 4480, torch.randn(48)
+    values8 = reference.float8_values("e4m3")
+    exact = values8[rows.codes.view(torch.uint8).numpy()] @ values8[weight.numpy()].T
+    exact = exact * rows.scales.double().numpy()[:, None] * scale.double().numpy()
+    exact = torch.from_numpy(reference.gated(exact + bias.double().numpy(), activation))
+    arguments = (rows, weight.view(E4M3.dtype), scale, bias, torch.float32, activation)
+    # float32 sums of 32 products of about 1 each, and their product.
+    torch.testing.assert_close(scaled_gated_mm(*arguments).double(), exact, rtol=1e-5, atol=1e-4)
+    with pytest.raises(UnsupportedError, match="activation must be silu"):
+        scaled_gated_mm(*arguments[:-1], "none")
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_gating_where_the_product_is_changes_roundings_only(
+    static: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference kernel stands in for the GPU's; both ways around the choice of one."""
+    calls = []
+    op = scaled_linear.scaled_gated_mm
+    monkeypatch.setattr(
+        scaled_linear, "scaled_gated_mm", lambda *given: (calls.append(given), op(*given))[1]
+    )
+    monkeypatch.setattr(scaled_linear, "gates_in_product", lambda _: True)
+    layers = [scaled_layer(out, columns, static) for out, columns in ((48, 32), (32, 24))]
+    mlp = GatedMlp(*layers, "silu")
+    hidden, delta = torch.randn(2, 6, 32).bfloat16()
+    norm = RmsNorm(torch.ones(32).bfloat16(), 1e-5)
+    two_kernels = mlp.after_add_norm(hidden, delta, norm), mlp(hidden)
+    assert not calls
+    monkeypatch.setattr(scaled_linear, "FUSED_GATE_FROM", 6)
+    fused = mlp.after_add_norm(hidden, delta, norm), mlp(hidden)
+    assert len(calls) == 2
+    assert torch.equal(fused[0][0], two_kernels[0][0])
+    for got, want in ((fused[0][1], two_kernels[0][1]), (fused[1], two_kernels[1])):
+        # One rounding to bfloat16 less: codes of 3 bits may differ by one step now and then.
+        assert (got - want).norm() <= 2.0**-4 * want.norm()
+    mlp(hidden[:5])  # fewer than from where it is worth it
+    assert len(calls) == 2
+
+
 def test_scaled_mm_names_a_bad_argument() -> None:
     rows = row_ops.quantize_rows(torch.randn(3, 32))
     weight, scale = torch.zeros(16, 32).to(E4M3.dtype), torch.ones(16)
@@ -160,16 +208,26 @@ def test_scaled_mm_names_a_bad_argument() -> None:
             scaled_mm(*bad, None, torch.float32)
 
 
+def plain_layer(out: int, columns: int, static: bool) -> Fp8Linear:
+    codes = torch.randint(0, 0x70, (out, columns), dtype=torch.uint8).view(E4M3.dtype)
+    granularity = Granularity.TENSOR if static else Granularity.TOKEN
+    scale = torch.tensor([0.02]) if static else None
+    inputs = InputQuantizer(QuantSpec(granularity=granularity, dynamic=not static), scale)
+    return Fp8Linear(codes, torch.rand(out, 1) / 448, columns, torch.randn(out), inputs)
+
+
+def scaled_layer(out: int, columns: int, static: bool) -> ScaledLinear:
+    layer = ScaledLinear.wrap(plain_layer(out, columns, static), few_rows=4)
+    assert layer is not None
+    return layer
+
+
 @pytest.mark.parametrize(("out", "columns"), [(32, 48), (20, 40), (1, 16)])
 @pytest.mark.parametrize("static", [False, True])
 def test_a_scaled_linear_multiplies_what_the_input_quantizer_leaves(
     out: int, columns: int, static: bool
 ) -> None:
-    codes = torch.randint(0, 0x70, (out, columns), dtype=torch.uint8).view(E4M3.dtype)
-    granularity = Granularity.TENSOR if static else Granularity.TOKEN
-    scale = torch.tensor([0.02]) if static else None
-    inputs = InputQuantizer(QuantSpec(granularity=granularity, dynamic=not static), scale)
-    layer = Fp8Linear(codes, torch.rand(out, 1) / 448, columns, torch.randn(out), inputs)
+    layer = plain_layer(out, columns, static)
     scaled = ScaledLinear.wrap(layer, few_rows=4)
     assert scaled is not None
     x = torch.randn(6, columns)

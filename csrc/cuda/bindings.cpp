@@ -10,6 +10,7 @@ STABLE_TORCH_LIBRARY_IMPL(quantkit, CUDA, library) {
   library.impl("dequantize_weight", TORCH_BOX(&quantkit::cuda::dequantize_weight));
   library.impl("scaled_mm", TORCH_BOX(&quantkit::cuda::scaled_mm));
   library.impl("scaled_mm_tile", TORCH_BOX(&quantkit::cuda::scaled_mm_tile));  // bench/gpu_tiles.py
+  library.impl("scaled_gated_mm", TORCH_BOX(&quantkit::cuda::scaled_gated_mm));
   library.impl("block_scaled_mm", TORCH_BOX(&quantkit::cuda::block_scaled_mm));
   library.impl("rms_norm", TORCH_BOX(&quantkit::cuda::rms_norm));
   library.impl("add_rms_norm", TORCH_BOX(&quantkit::cuda::add_rms_norm));

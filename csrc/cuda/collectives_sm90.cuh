@@ -13,10 +13,27 @@
 #pragma nv_diag_suppress 2908
 
 #include <cutlass/gemm/collective/collective_builder.hpp>
+#include <cutlass/util/packed_stride.hpp>
 
 #include "epilogue_sm90.cuh"
 
 namespace quantkit::cuda {
+
+// Strides of a weight [(8, 2, N / 16), K]: see gated_mm_sm90.cuh.
+template <class Int>
+using TurnsOfEight = cute::Stride<cute::Stride<Int, Int, Int>, cute::_1, Int>;
+
+// The stride of an operand: `rows` rows of K adjacent codes.
+template <class Stride>
+Stride operand_stride(Stride stride, int rows, int k) {
+  return cutlass::make_cute_packed_stride(stride, cute::make_shape(rows, k, 1));
+}
+
+template <class Int>
+TurnsOfEight<Int> operand_stride(TurnsOfEight<Int>, int rows, int k) {
+  const Int half = static_cast<Int>(rows / 2) * k;
+  return {{k, half, 8 * static_cast<Int>(k)}, {}, 0};
+}
 
 // `Block` is one block's part of the tile: smaller than it where two SMs share a tile (sm_100).
 template <class Arch, class Tile, class Cluster, class MainloopSchedule, class EpilogueSchedule,

@@ -69,4 +69,21 @@ QK_DEVICE void finish(const float* sums, const float* weight_scales, const float
   round_all(arguments.half, values, pairs);
 }
 
+// Gated: `count` values of gate, and those of up that belong to them.
+template <int kCount>
+QK_DEVICE void finish_gated(float (&gates)[kCount], const float (&ups)[kCount],
+                            const FinishArguments& arguments, uint32_t (&pairs)[kCount / 2]) {
+  activate_all(arguments.activation, gates);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) gates[i] *= ups[i];
+  round_all(arguments.half, gates, pairs);
+}
+
+// A weight of `inner` rows of gate, then as many of up, is multiplied in turns of eight rows of
+// each. Returns which row of the weight is number `row` of these; for one of gate, it is the column
+// of the output too.
+QK_DEVICE int stacked_row(int row, int inner) {
+  return row / 16 * 8 + row % 8 + (row / 8 % 2 == 0 ? 0 : inner);
+}
+
 }  // namespace quantkit::cuda

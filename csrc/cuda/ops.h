@@ -27,6 +27,8 @@ Tensor scaled_mm(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale,
 Tensor scaled_mm_tile(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale,
                       std::optional<Tensor> bias, ScalarType dtype, std::string activation,
                       std::string tile);
+Tensor scaled_gated_mm(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale,
+                       std::optional<Tensor> bias, ScalarType dtype, std::string activation);
 Tensor block_scaled_mm(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale,
                        std::optional<Tensor> bias, ScalarType dtype);
 

@@ -1,19 +1,15 @@
-// y = activation((a @ weight.T) * a_scale * weight_scale + bias), both operands in E4M3: argument
-// checks, choice of the kernel, launch. The kernels are in scaled_mm_*_sm*.cu. block_scaled_mm is the
-// same with scales that change along K, block_scaled_mm_*_sm*.cu.
+// y = activation((a @ weight.T) * a_scale * weight_scale + bias), both operands in E4M3: choice of
+// the kernel, and launch. The kernels are in scaled_mm_*_sm*.cu; those of scaled_gated_mm, which
+// multiplies one half of y by the other, in gated_mm_*_sm*.cu; those of block_scaled_mm, whose
+// scales change along K, in block_scaled_mm_*_sm*.cu.
 
-#include <climits>
-
-#include "checks.h"
 #include "ops.h"
+#include "scaled_mm_call.h"
 #include "scaled_mm_dispatch.h"
 #include "scaled_mm_kernels.h"
 
 namespace quantkit::cuda {
 namespace {
-
-constexpr int64_t kAlignment = 16;  // bytes; of addresses and, TMA's rule, of rows
-constexpr int64_t kScaleBlock = 128;
 
 // The kernel of a tile; none where the library was built without its architecture.
 std::optional<ScaledMmKernel> kernel_of(ScaledMmTile tile) {
@@ -42,71 +38,6 @@ std::optional<ScaledMmKernel> kernel_of(ScaledMmTile tile) {
 #endif
     default: return std::nullopt;
   }
-}
-
-int activation_kind(const char* op, const std::string& name) {
-  if (name == "none") return kNoActivation;
-  if (name == "silu") return static_cast<int>(Activation::kSilu);
-  if (name == "gelu") return static_cast<int>(Activation::kGelu);
-  if (name == "gelu_tanh") return static_cast<int>(Activation::kGeluTanh);
-  if (name == "relu") return static_cast<int>(Activation::kRelu);
-  fail(op, "activation", "none, silu, gelu, gelu_tanh or relu", "'" + name + "'");
-}
-
-void check_dtype(const char* op, const char* argument, const Tensor& tensor, ScalarType expected) {
-  if (tensor.scalar_type() != expected) {
-    fail(op, argument, dtype_text(expected), dtype_text(tensor.scalar_type()));
-  }
-}
-
-void check_aligned(const char* op, const char* argument, const Tensor& tensor) {
-  const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-  if (address % kAlignment != 0) {
-    fail(op, argument, "at an address that is a multiple of 16",
-         "one " + std::to_string(address % kAlignment) + " bytes above");
-  }
-}
-
-// One of the two operands: E4M3 codes [rows, K].
-void check_codes(const char* op, const char* argument, const Tensor& tensor, const char* letters,
-                 int64_t columns) {
-  check_dtype(op, argument, tensor, ScalarType::Float8_e4m3fn);
-  check_shape(op, argument, tensor, letters, {-1, columns});
-  check_layout(op, argument, tensor);
-  check_aligned(op, argument, tensor);
-}
-
-void check_sizes(const char* op, const Tensor& a, const Tensor& weight) {
-  if (weight.size(0) % 16 != 0 || weight.size(1) % 16 != 0 || weight.size(1) == 0) {
-    fail(op, "weight", "of sizes that are multiples of 16", shape_text(weight.sizes()));
-  }
-  if (a.size(0) > INT_MAX - 256 || weight.size(0) > INT_MAX - 256) {
-    fail(op, "a", "of less than 2^31 rows, and weight too", shape_text(a.sizes()));
-  }
-}
-
-void check_scales(const char* op, const Tensor& a_scale, const Tensor& weight_scale, int64_t m,
-                  int64_t n) {
-  check_dtype(op, "a_scale", a_scale, ScalarType::Float);
-  if (a_scale.dim() != 1 || a_scale.size(0) != 1) {
-    check_shape(op, "a_scale", a_scale, "[M] or [1], [M]", {m});
-  }
-  check_layout(op, "a_scale", a_scale);
-  check_dtype(op, "weight_scale", weight_scale, ScalarType::Float);
-  check_shape(op, "weight_scale", weight_scale, "[N]", {n});
-  check_layout(op, "weight_scale", weight_scale);
-  check_aligned(op, "weight_scale", weight_scale);
-}
-
-// The bias as the kernels read it, float32: itself, or, with one small kernel more, converted.
-std::optional<Tensor> float_bias(const char* op, const std::optional<Tensor>& bias, int64_t n) {
-  if (!bias.has_value()) return std::nullopt;
-  const FloatType type = float_type(op, "bias", bias->scalar_type());
-  check_shape(op, "bias", *bias, "[N]", {n});
-  check_layout(op, "bias", *bias);
-  if (type != FloatType::kFloat32) return torch::stable::to(*bias, ScalarType::Float);
-  check_aligned(op, "bias", *bias);
-  return bias;
 }
 
 const ScaledMmTileShape& named_tile(const char* op, int architecture, const std::string& name) {
@@ -146,10 +77,14 @@ ScaledMmKernel choose_kernel(const char* op, const DeviceProperties& device, int
   return built_kernel(op, device, kernel_of(shape->tile));
 }
 
-ScaledMmKernel block_kernel(const char* op, const DeviceProperties& device) {
+void check_sm90(const char* op, const DeviceProperties& device) {
   if (device.architecture != 90) {
     fail(op, "the GPU", "of compute capability 9.0", capability_text(device));
   }
+}
+
+ScaledMmKernel block_kernel(const char* op, const DeviceProperties& device) {
+  check_sm90(op, device);
 #ifdef QK_HAS_SM90A
   return block_scaled_mm_128x128x128_sm90a();
 #else
@@ -157,128 +92,114 @@ ScaledMmKernel block_kernel(const char* op, const DeviceProperties& device) {
 #endif
 }
 
+ScaledMmKernel gated_kernel(const char* op, const DeviceProperties& device, int64_t m) {
+  check_sm90(op, device);
+#ifdef QK_HAS_SM90A
+  return m <= kGatedSwapRows ? gated_mm_swap_64x64x256_sm90a()
+                             : gated_mm_128x128x128_pingpong_sm90a();
+#else
+  return built_kernel(op, device, std::nullopt);
+#endif
+}
+
 // Runs a kernel, in memory of its own where it needs some.
-void run_kernel(const char* op, const ScaledMmKernel& kernel, const ScaledMmProblem& problem,
-                const Launch& launch, const Tensor& a) {
+void run_kernel(const ScaledMmCall& call, const ScaledMmKernel& kernel,
+                const ScaledMmProblem& problem, const Launch& launch) {
   const auto bytes = static_cast<int64_t>(kernel.workspace_size(problem));
   void* workspace = nullptr;
   std::optional<Tensor> memory;
   if (bytes > 0) {
-    memory = torch::stable::new_empty(a, {bytes}, ScalarType::Byte);
+    memory = torch::stable::new_empty(call.a, {bytes}, ScalarType::Byte);
     workspace = memory->mutable_data_ptr();
   }
   const char* error = kernel.run(problem, workspace, launch.stream());
-  if (error != nullptr) throw std::runtime_error(std::string(op) + ": CUTLASS: " + error);
+  if (error != nullptr) throw std::runtime_error(std::string(call.op) + ": CUTLASS: " + error);
 }
 
-void check_out_dtype(const char* op, ScalarType dtype) {
-  if (dtype != ScalarType::BFloat16 && dtype != ScalarType::Half) {
-    fail(op, "dtype", "bfloat16 or float16", dtype_text(dtype));
-  }
-}
-
-Tensor run(const char* op, const Tensor& a, const Tensor& a_scale, const Tensor& weight,
-           const Tensor& weight_scale, const std::optional<Tensor>& bias, ScalarType dtype,
-           const std::string& activation, const std::string* tile) {
-  check_codes(op, "weight", weight, "[N, K]", -1);
-  const int64_t n = weight.size(0);
-  const int64_t k = weight.size(1);
-  check_codes(op, "a", a, "[M, K]", k);
-  const int64_t m = a.size(0);
-  check_sizes(op, a, weight);
-  check_scales(op, a_scale, weight_scale, m, n);
-  const int kind = activation_kind(op, activation);
-  check_out_dtype(op, dtype);
-  const Launch launch = launch_on(
-      op, a,
-      {{"a_scale", a_scale}, {"weight", weight}, {"weight_scale", weight_scale}, {"bias", bias}});
-  const std::optional<Tensor> shift = float_bias(op, bias, n);
-  Tensor out = torch::stable::new_empty(a, {m, n}, dtype);
-  if (m == 0 || n == 0) return out;
+// The result, [M, columns], of a call whose operands and scales are checked. `choose` returns the
+// kernel for a device.
+template <class Choose>
+Tensor multiply(const ScaledMmCall& call, int64_t columns, int activation, const Choose& choose) {
+  const Launch launch = launch_on(call.op, call.a,
+                                  {{"a_scale", call.a_scale},
+                                   {"weight", call.weight},
+                                   {"weight_scale", call.weight_scale},
+                                   {"bias", call.bias}});
+  const std::optional<Tensor> bias = float_bias(call);
+  Tensor out = torch::stable::new_empty(call.a, {call.m(), columns}, call.dtype);
+  if (call.m() == 0 || call.n() == 0) return out;
 
   const DeviceProperties& device = launch.properties();
-  const ScaledMmKernel kernel = choose_kernel(op, device, m, n, tile);
-  const ScaledMmProblem problem{.a = a.const_data_ptr(),
-                                .a_scale = data<float>(a_scale),
-                                .weight = weight.const_data_ptr(),
-                                .weight_scale = data<float>(weight_scale),
-                                .bias = data<float>(shift),
-                                .out = out.mutable_data_ptr(),
-                                .m = m,
-                                .n = n,
-                                .k = k,
-                                .a_scale_per_row = a_scale.size(0) != 1,
-                                .half_out = dtype == ScalarType::Half,
-                                .activation = kind,
-                                .device = launch.device(),
-                                .multiprocessors = device.multiprocessors,
-                                .band = scaled_mm_band(m, n)};
-  run_kernel(op, kernel, problem, launch, a);
+  const ScaledMmKernel kernel = choose(device);
+  const ScaledMmProblem problem{
+      .a = call.a.const_data_ptr(),
+      .a_scale = data<float>(call.a_scale),
+      .weight = call.weight.const_data_ptr(),
+      .weight_scale = data<float>(call.weight_scale),
+      .bias = data<float>(bias),
+      .out = out.mutable_data_ptr(),
+      .m = call.m(),
+      .n = call.n(),
+      .k = call.k(),
+      .a_scale_per_row = call.a_scale.numel() != 1,
+      .half_out = call.dtype == ScalarType::Half,
+      .activation = activation,
+      .device = launch.device(),
+      .multiprocessors = device.multiprocessors,
+      .band = scaled_mm_band(call.m(), call.n()),
+  };
+  run_kernel(call, kernel, problem, launch);
   return out;
+}
+
+Tensor scale_rows(const ScaledMmCall& call, const std::string& activation,
+                  const std::string* tile) {
+  check_operands(call);
+  check_row_scales(call);
+  return multiply(call, call.n(), activation_kind(call.op, activation),
+                  [&](const DeviceProperties& device) {
+                    return choose_kernel(call.op, device, call.m(), call.n(), tile);
+                  });
 }
 
 }  // namespace
 
 Tensor scaled_mm(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale,
                  std::optional<Tensor> bias, ScalarType dtype, std::string activation) {
-  return run("scaled_mm", a, a_scale, weight, weight_scale, bias, dtype, activation, nullptr);
+  return scale_rows({"scaled_mm", a, a_scale, weight, weight_scale, bias, dtype}, activation,
+                   nullptr);
 }
 
 // The same by a named tile of scaled_mm_dispatch.h: for tests, and for measuring the table.
 Tensor scaled_mm_tile(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale,
                       std::optional<Tensor> bias, ScalarType dtype, std::string activation,
                       std::string tile) {
-  return run("scaled_mm_tile", a, a_scale, weight, weight_scale, bias, dtype, activation, &tile);
+  return scale_rows({"scaled_mm_tile", a, a_scale, weight, weight_scale, bias, dtype}, activation,
+                   &tile);
 }
 
-// The same with scales that change along K: weight_scale [N / 128, K / 128], each for a block of 128
-// rows and columns; a_scale [K / 128, M rounded up to 4], each for 128 columns of a row of a.
+// activation(gate) * up, where the weight is rows of gate, then as many of up: [M, N / 2].
+Tensor scaled_gated_mm(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale,
+                       std::optional<Tensor> bias, ScalarType dtype, std::string activation) {
+  const ScaledMmCall call{"scaled_gated_mm", a, a_scale, weight, weight_scale, bias, dtype};
+  check_operands(call);
+  check_row_scales(call);
+  return multiply(call, call.n() / 2, activation_kind(call.op, activation),
+                  [&](const DeviceProperties& device) {
+                    return gated_kernel(call.op, device, call.m());
+                  });
+}
+
+// Scales that change along K: weight_scale [N / 128, K / 128], each for a block of 128 rows and
+// columns; a_scale [K / 128, M rounded up to 4], each for 128 columns of a row of a.
 Tensor block_scaled_mm(Tensor a, Tensor a_scale, Tensor weight, Tensor weight_scale,
                        std::optional<Tensor> bias, ScalarType dtype) {
-  const char* op = "block_scaled_mm";
-  check_codes(op, "weight", weight, "[N, K]", -1);
-  const int64_t n = weight.size(0);
-  const int64_t k = weight.size(1);
-  check_codes(op, "a", a, "[M, K]", k);
-  const int64_t m = a.size(0);
-  check_sizes(op, a, weight);
-  if (k % kScaleBlock != 0) {
-    fail(op, "weight", "of K a multiple of 128", shape_text(weight.sizes()));
-  }
-  check_dtype(op, "a_scale", a_scale, ScalarType::Float);
-  check_shape(op, "a_scale", a_scale, "[K / 128, M rounded up to 4]",
-              {k / kScaleBlock, (m + 3) / 4 * 4});
-  check_layout(op, "a_scale", a_scale);
-  check_aligned(op, "a_scale", a_scale);
-  check_dtype(op, "weight_scale", weight_scale, ScalarType::Float);
-  check_shape(op, "weight_scale", weight_scale, "[ceil(N / 128), K / 128]",
-              {(n + kScaleBlock - 1) / kScaleBlock, k / kScaleBlock});
-  check_layout(op, "weight_scale", weight_scale);
-  check_out_dtype(op, dtype);
-  const Launch launch = launch_on(
-      op, a,
-      {{"a_scale", a_scale}, {"weight", weight}, {"weight_scale", weight_scale}, {"bias", bias}});
-  const std::optional<Tensor> shift = float_bias(op, bias, n);
-  Tensor out = torch::stable::new_empty(a, {m, n}, dtype);
-  if (m == 0 || n == 0) return out;
-  const DeviceProperties& device = launch.properties();
-  const ScaledMmProblem problem{.a = a.const_data_ptr(),
-                                .a_scale = data<float>(a_scale),
-                                .weight = weight.const_data_ptr(),
-                                .weight_scale = data<float>(weight_scale),
-                                .bias = data<float>(shift),
-                                .out = out.mutable_data_ptr(),
-                                .m = m,
-                                .n = n,
-                                .k = k,
-                                .a_scale_per_row = false,
-                                .half_out = dtype == ScalarType::Half,
-                                .activation = kNoActivation,
-                                .device = launch.device(),
-                                .multiprocessors = device.multiprocessors,
-                                .band = scaled_mm_band(m, n)};
-  run_kernel(op, block_kernel(op, device), problem, launch, a);
-  return out;
+  const ScaledMmCall call{"block_scaled_mm", a, a_scale, weight, weight_scale, bias, dtype};
+  check_operands(call);
+  check_block_scales(call);
+  return multiply(call, call.n(), kNoActivation, [&](const DeviceProperties& device) {
+    return block_kernel(call.op, device);
+  });
 }
 
 }  // namespace quantkit::cuda

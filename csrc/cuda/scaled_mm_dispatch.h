@@ -109,6 +109,9 @@ constexpr const ScaledMmTileShape* choose_scaled_mm_tile(int architecture, int m
   return nullptr;
 }
 
+// Up to so many rows scaled_gated_mm swaps its operands.
+inline constexpr int64_t kGatedSwapRows = 64;
+
 // Large outputs are taken in bands of eight tiles: what runs at one time then needs fewer rows of
 // either operand, where neither stays in L2.
 constexpr int scaled_mm_band(int64_t m, int64_t n) { return m >= 4096 && n >= 4096 ? 8 : 1; }

@@ -12,6 +12,8 @@ ScaledMmKernel scaled_mm_swap_64x64x256_sm90a();
 ScaledMmKernel scaled_mm_64x128x128_pingpong_sm90a();
 ScaledMmKernel scaled_mm_128x128x128_pingpong_sm90a();
 ScaledMmKernel block_scaled_mm_128x128x128_sm90a();
+ScaledMmKernel gated_mm_swap_64x64x256_sm90a();
+ScaledMmKernel gated_mm_128x128x128_pingpong_sm90a();
 
 ScaledMmKernel scaled_mm_16x64x128_sm89();
 ScaledMmKernel scaled_mm_64x64x128_sm89();

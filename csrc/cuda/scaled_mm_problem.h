@@ -2,6 +2,7 @@
 //
 //   out[m, n] = activation(sum_k a[m, k] * weight[n, k] * a_scale[m] * weight_scale[n] + bias[n])
 //
+// scaled_gated_mm multiplies the activation of one half by the other: gated_epilogue_sm90.cuh.
 // block_scaled_mm is given scales that change along k: block_scaled_mm_sm90.cuh.
 #pragma once
 
@@ -20,7 +21,7 @@ struct ScaledMmProblem {
   const void* weight;         // E4M3 codes [n, k], row-major
   const float* weight_scale;  // [n]
   const float* bias;          // [n] or null
-  void* out;                  // 16-bit floats [m, n], row-major
+  void* out;                  // 16-bit floats [m, n], row-major; of scaled_gated_mm [m, n / 2]
   int64_t m;
   int64_t n;
   int64_t k;

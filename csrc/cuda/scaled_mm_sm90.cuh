@@ -9,7 +9,6 @@
 #include <cutlass/gemm/device/gemm_universal_adapter.h>
 
 #include <cutlass/gemm/kernel/gemm_universal.hpp>
-#include <cutlass/util/packed_stride.hpp>
 
 #include "collectives_sm90.cuh"
 #include "scaled_mm_problem.h"
@@ -39,11 +38,9 @@ struct ScaledMmTma {
     arguments.mode = cutlass::gemm::GemmUniversalMode::kGemm;
     arguments.problem_shape = cute::make_shape(rows, columns, k, 1);
     arguments.mainloop.ptr_A = static_cast<const Code*>(kSwap ? problem.weight : problem.a);
-    arguments.mainloop.dA =
-        cutlass::make_cute_packed_stride(typename Kernel::StrideA{}, cute::make_shape(rows, k, 1));
+    arguments.mainloop.dA = operand_stride(typename Kernel::StrideA{}, rows, k);
     arguments.mainloop.ptr_B = static_cast<const Code*>(kSwap ? problem.a : problem.weight);
-    arguments.mainloop.dB = cutlass::make_cute_packed_stride(typename Kernel::StrideB{},
-                                                             cute::make_shape(columns, k, 1));
+    arguments.mainloop.dB = operand_stride(typename Kernel::StrideB{}, columns, k);
     Collectives::set_scales(arguments.mainloop, problem);
     arguments.epilogue.thread = Collectives::Tree::arguments(problem);
     arguments.epilogue.ptr_D = static_cast<Out*>(problem.out);

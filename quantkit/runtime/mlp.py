@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from quantkit.decoder_ops import StepLinear
-from quantkit.gate_ops import ACTIVATIONS, gate_mul
-from quantkit.row_ops import gate_mul_quantize
+from quantkit.gate_ops import ACTIVATIONS
+from quantkit.row_ops import QuantizedRows
 from quantkit.runtime.families import MlpNames
 from quantkit.runtime.layers import Linear
 from quantkit.runtime.norms import Norm
-from quantkit.runtime.scaled_linear import after_add_norm
+from quantkit.runtime.scaled_linear import ScaledLinear, after_add_norm
 from quantkit.runtime.weights import WeightSource
 
 
@@ -63,14 +64,14 @@ class GatedMlp:
             total, normed = norm.after_add(hidden, delta)
             return total, self(normed)
         total, rows = norm.quantized_after_add(hidden, delta, scaled.input_scale)
-        return total, self._down(scaled.multiply(rows, hidden.dtype))
+        return total, self._from_rows(scaled, rows, hidden.dtype)
 
-    def _down(self, both: Tensor) -> Tensor:
-        scaled = self.down.scaled(len(both))
-        if scaled is None:
-            return self.down(gate_mul(both, self.activation))
-        rows = gate_mul_quantize(both, self.activation, scaled.input_scale)
-        return scaled.multiply(rows, both.dtype)
+    def _from_rows(self, gate_up: ScaledLinear, x: QuantizedRows, dtype: torch.dtype) -> Tensor:
+        down = self.down.scaled(len(x.codes))
+        if down is None:
+            return self.down(gate_up.multiply_gated(x, self.activation, dtype))
+        rows = gate_up.multiply_gated_quantize(x, self.activation, dtype, down.input_scale)
+        return down.multiply(rows, dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ front of it, so that its input is rounded where it is made.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, Self
+from functools import cache
+from typing import Final, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -17,11 +18,16 @@ from torch import Tensor
 from quantkit.decoder_ops import StepLinear
 from quantkit.gate_ops import gate_mul
 from quantkit.numerics import E4M3
-from quantkit.row_ops import QuantizedRows, quantize_rows
+from quantkit.row_ops import QuantizedRows, gate_mul_quantize, quantize_rows
 from quantkit.runtime.layers import Fp8Linear
 from quantkit.runtime.norms import Norm
-from quantkit.scaled_ops import MULTIPLE, scaled_mm
+from quantkit.scaled_ops import MULTIPLE, scaled_gated_mm, scaled_mm
 from quantkit.scheme import QuantSpec
+
+FUSED_GATE_FROM: Final[int | None] = None
+"""From how many rows act(gate) * up is worked out where the product is, before it is rounded. None:
+never, by a second kernel that also rounds for the layer after it, as long as no GPU has shown that
+the other is faster; `quantkit bench --kernels` shows both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +79,7 @@ class ScaledLinear:
 
     def multiply(self, x: QuantizedRows, dtype: torch.dtype) -> Tensor:
         """Return y of an input that is in 8 bits already."""
-        missing = self.codes.shape[1] - x.codes.shape[1]
-        if missing:
-            padded = F.pad(x.codes.view(torch.uint8), (0, missing)).view(E4M3.dtype)
-            x = QuantizedRows(padded, x.scales)
-        y = scaled_mm(x, self.codes, self.scale, self.bias, dtype)
+        y = scaled_mm(self._padded(x), self.codes, self.scale, self.bias, dtype)
         rows = self.plain.codes.shape[0]
         return y if y.shape[1] == rows else y[:, :rows].contiguous()
 
@@ -85,7 +87,35 @@ class ScaledLinear:
         """Return act(gate) * up, the first half of the rows being gate."""
         if len(x) <= self.few_rows:
             return self.plain.gated(x, activation)
-        return gate_mul(self(x), activation)
+        return self.multiply_gated(quantize_rows(x, self.input_scale), activation, x.dtype)
+
+    def multiply_gated(self, x: QuantizedRows, activation: str, dtype: torch.dtype) -> Tensor:
+        """Return `gated` of an input that is in 8 bits already."""
+        if not self._fuses_gate(x):
+            return gate_mul(self.multiply(x, dtype), activation)
+        padded = self._padded(x)
+        return scaled_gated_mm(padded, self.codes, self.scale, self.bias, dtype, activation)
+
+    def multiply_gated_quantize(
+        self, x: QuantizedRows, activation: str, dtype: torch.dtype, scale: Tensor | None
+    ) -> QuantizedRows:
+        """Return `multiply_gated` as `quantize_rows` rounds it, with `scale`."""
+        if self._fuses_gate(x):
+            return quantize_rows(self.multiply_gated(x, activation, dtype), scale)
+        return gate_mul_quantize(self.multiply(x, dtype), activation, scale)
+
+    def _padded(self, x: QuantizedRows) -> QuantizedRows:
+        missing = self.codes.shape[1] - x.codes.shape[1]
+        if not missing:
+            return x
+        padded = F.pad(x.codes.view(torch.uint8), (0, missing)).view(E4M3.dtype)
+        return QuantizedRows(padded, x.scales)
+
+    def _fuses_gate(self, x: QuantizedRows) -> bool:
+        if FUSED_GATE_FROM is None or len(x.codes) < FUSED_GATE_FROM:
+            return False
+        whole = self.codes.shape[0] == self.plain.codes.shape[0]  # padding would be half of up
+        return whole and gates_in_product(self.codes.device)
 
     def for_step(self) -> StepLinear | None:
         """Return None: `decoder_step` is for CPUs."""
@@ -130,6 +160,12 @@ def after_add_norm(
         return total, linear(normed)
     total, rows = norm.quantized_after_add(hidden, delta, scaled.input_scale)
     return total, scaled.multiply(rows, hidden.dtype)
+
+
+@cache
+def gates_in_product(device: torch.device) -> bool:
+    """Return whether `scaled_gated_mm` has a kernel for this device."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _scales_whole_rows(spec: QuantSpec) -> bool:

@@ -59,6 +59,9 @@ RULES = (
     Rule("block_scaled_mm_*_sm90a", "", r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3"),
     Rule("block_scaled_mm_*_sm90a", "", "UTMALDG"),
     Rule("block_scaled_mm_*_sm90a", "", "LDGSTS"),  # of the weights' scales
+    Rule("gated_mm_*_sm90a", "", r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3"),
+    Rule("gated_mm_*_sm90a", "", r"UTMALDG\.5D"),  # of gate and up rows in turn
+    Rule("gated_mm_*_sm90a", "", r"STG\."),  # the epilogue's own
     Rule("scaled_mm_*_sm100a", "", r"UTC\w*MMA"),
     Rule("scaled_mm_*_sm100a", "", "UTMALDG"),
     Rule("scaled_mm_*_sm120a", "", r"QMMA\."),

@@ -1,8 +1,9 @@
 """Runs CUTLASS's side of scaled_mm on the CPU: part of `make cuda-check`.
 
-`cutlass_host/epilogue.cpp` computes whole outputs with the epilogue trees of the sm_90 kernels,
-`arguments.cu` looks at what the kernels hand to CUTLASS. Each takes half a minute to compile and is
-compiled again when a header or source has changed.
+`cutlass_host/epilogue.cpp` and `gated.cpp` compute whole outputs with the epilogues of the sm_90
+kernels, `gated_loads.cpp` copies boxes of weights as TMA does, `arguments.cu` looks at what the
+kernels hand to CUTLASS. Each takes half a minute to compile and is compiled again when a header or
+source has changed.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ PLAIN = (
     f"-I{HERE}",
 )
 DEVICE = ("--expt-relaxed-constexpr", "-gencode=arch=compute_90a,code=sm_90a")
-PROGRAMS = ("epilogue.cpp", "arguments.cu")
+PROGRAMS = ("arguments.cu", "gated_loads.cpp", "gated.cpp", "epilogue.cpp")
 
 
-def digest(command: list[str]) -> str:
-    """Return a hash of a command and of all headers and programs."""
+def digest(command: list[str], source: Path) -> str:
+    """Return a hash of a command, of its source and of all headers."""
     total = hashlib.sha256("\0".join(command).encode())
-    for path in sorted([*HERE.iterdir(), *CUDA.glob("*.h"), *CUDA.glob("*.cuh")]):
+    for path in sorted([source, *HERE.glob("*.h"), *CUDA.glob("*.h"), *CUDA.glob("*.cuh")]):
         total.update(path.name.encode() + path.read_bytes())
     return total.hexdigest()[:16]
 
@@ -55,7 +56,7 @@ def compiled(name: str) -> Path:
     folders = (CUDA, cutlass / "include", cutlass / "tools/util/include")
     command += ["-std=c++20", "-O1", "-w", *(f"-I{folder}" for folder in folders)]
     command += [str(HERE / name)]
-    program: Path = CACHE / f"{Path(name).stem}-{digest(command)}"
+    program: Path = CACHE / f"{Path(name).stem}-{digest(command, HERE / name)}"
     if not program.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
         subprocess.run([*command, "-o", str(program)], check=True)
@@ -63,7 +64,7 @@ def compiled(name: str) -> Path:
 
 
 def main() -> int:
-    """Run both programs; print the lines of those that fail, or their number."""
+    """Run all programs; print the lines of those that fail, or their number."""
     failed = 0
     for name in PROGRAMS:
         result = subprocess.run([compiled(name)], capture_output=True, text=True, check=False)

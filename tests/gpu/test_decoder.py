@@ -9,6 +9,7 @@ import torch
 
 from quantkit.bench.random_weights import LLAMA_3_8B, RandomWeights, random_decoder
 from quantkit.ops import CUDA_FEW_ROWS
+from quantkit.runtime import scaled_linear
 from quantkit.runtime.decoder import Decoder
 from quantkit.runtime.layers import DenseLinear, Fp8Linear
 
@@ -41,8 +42,12 @@ def on_cpu(decoder: Decoder, dtype: torch.dtype) -> Decoder:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("gate_from", [None, 1], ids=["two kernels", "gate in the product"])
 @pytest.mark.parametrize("prompt", [7, 40, 200])
-def test_logits_are_those_of_the_cpu(prompt: int) -> None:
+def test_logits_are_those_of_the_cpu(
+    prompt: int, gate_from: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaled_linear, "FUSED_GATE_FROM", gate_from)
     decoder = random_decoder(SMALL, RandomWeights(DEVICE, torch.bfloat16, True), True)
     exact = on_cpu(decoder, torch.float32)
     ids = torch.randint(512, (prompt + 12,))

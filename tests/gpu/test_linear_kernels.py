@@ -11,7 +11,7 @@ from quantkit.block_ops import BLOCK, block_scaled_mm, quantize_groups
 from quantkit.cache_ops import rotary_append
 from quantkit.qkv_ops import fp8_qkv_append
 from quantkit.row_ops import QuantizedRows, quantize_rows
-from quantkit.scaled_ops import scaled_mm
+from quantkit.scaled_ops import scaled_gated_mm, scaled_mm
 from tests.gpu import oracles
 
 DEVICE = torch.device("cuda")
@@ -181,10 +181,64 @@ def test_scaled_mm_of_no_rows_is_empty() -> None:
     assert ops.fp8_linear(x, codes, scale, None, 32).shape == (0, 64)
 
 
-@pytest.mark.skipif(
+SM90 = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="a kernel of sm_90a",
 )
+
+
+@SM90
+@pytest.mark.parametrize("count", [1, 3, 16, 63, 64, 65, 127, 128, 129, 300, 1000])
+@pytest.mark.parametrize(
+    ("inner", "columns"), [(14336, 4096), (1536, 576), (8, 16), (24, 272), (200, 1040)]
+)
+def test_scaled_gated_mm(inner: int, columns: int, count: int) -> None:
+    """Both tiles, at the edges of every side; also the same bits again."""
+    rows, codes, scale, bias = gated_problem(inner, columns, count, torch.bfloat16, False)
+    arguments = (rows, codes, scale, bias, torch.bfloat16, "silu")
+    actual = scaled_gated_mm(*arguments)
+    assert_sums(actual, *exact_gated(rows, codes, scale, bias, "silu"), sums=2.0**-10)
+    assert torch.equal(actual, scaled_gated_mm(*arguments))
+
+
+@SM90
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("count", [40, 200])
+@HALVES
+def test_scaled_gated_mm_epilogues(
+    dtype: torch.dtype, count: int, static: bool, activation: str
+) -> None:
+    rows, codes, scale, _ = gated_problem(512, 1024, count, dtype, static)
+    actual = scaled_gated_mm(rows, codes, scale, None, dtype, activation)
+    assert_sums(actual, *exact_gated(rows, codes, scale, None, activation), sums=2.0**-10)
+
+
+def gated_problem(
+    inner: int, columns: int, count: int, dtype: torch.dtype, static: bool
+) -> tuple[QuantizedRows, Tensor, Tensor, Tensor]:
+    """Return inputs, codes, scales and a bias whose results are of the order of 1."""
+    codes, scale = random_weight(2 * inner, columns, "e4m3", columns)
+    given = torch.tensor([0.01], device=DEVICE) if static else None
+    rows = quantize_rows(torch.randn(count, columns, device=DEVICE).to(dtype), given)
+    return rows, codes, scale.view(-1) / columns**0.5, torch.randn(2 * inner, device=DEVICE)
+
+
+def exact_gated(
+    rows: QuantizedRows, codes: Tensor, scale: Tensor, bias: Tensor | None, activation: str
+) -> tuple[Tensor, Tensor]:
+    """Return act(gate) * up, and how much of it an error of the sums can be."""
+    values = oracles.code_values(rows.codes, "e4m3") * rows.scales.double().view(-1, 1)
+    both = oracles.linear(values, codes, scale.view(-1, 1), "e4m3", bias)
+    gate, up = both.chunk(2, dim=1)
+    weights = oracles.code_values(codes, "e4m3").abs() * scale.double().view(-1, 1)
+    first, second = (values.abs() @ weights.T).chunk(2, dim=1)
+    gated = oracles.activate(gate, activation)
+    # No activation is steeper than 1.13: of gelu.
+    return gated * up, 1.13 * first * up.abs() + gated.abs() * second + first * second * 2.0**-9
+
+
+@SM90
 @pytest.mark.parametrize(
     ("rows", "columns"), [(6144, 4096), (4096, 14336), (576, 128), (272, 1536), (16, 256)]
 )

@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "block_scaled_mm_sm90.cuh"
+#include "gated_mm_sm90.cuh"
 #include "scaled_mm_sm89.cuh"
 #include "scaled_mm_sm90.cuh"
 
@@ -41,6 +42,15 @@ using Blocks = ScaledMmTma<
     BlockScaledCollectives<Shape<_128, _128, _128>, Shape<_1, _2, _1>,
                            cutlass::gemm::KernelTmaWarpSpecializedCooperativeFP8Blockwise,
                            cutlass::epilogue::TmaWarpSpecializedCooperative>>;
+
+using GatedSwapped =
+    ScaledMmTma<GatedCollectives<Shape<_64, _64, _256>, Shape<_1, _1, _1>,
+                                 cutlass::gemm::KernelTmaWarpSpecializedFP8FastAccum,
+                                 cutlass::epilogue::TmaWarpSpecialized, true>>;
+using GatedPingpong =
+    ScaledMmTma<GatedCollectives<Shape<_128, _128, _128>, Shape<_2, _1, _1>,
+                                 cutlass::gemm::KernelTmaWarpSpecializedPingpongFP8FastAccum,
+                                 cutlass::epilogue::TmaWarpSpecialized, false>>;
 
 constexpr int kM = 5, kN = 48, kK = 272;
 alignas(16) uint8_t a[kM * kK], weight[kN * kK];
@@ -135,6 +145,29 @@ void check_blocks(bool with_bias) {
   CHECK(Blocks::workspace_size(p) == 0);
 }
 
+// Two halves of the weight, of 24 rows each; the output is as wide as one.
+template <class Gemm, bool kSwap>
+void check_gated(bool per_row, bool with_bias) {
+  const auto given = Gemm::arguments(problem(per_row, with_bias));
+  CHECK(given.problem_shape == make_shape(kSwap ? kN : kM, kSwap ? kM : kN, kK, 1));
+  const void* left = kSwap ? weight : a;
+  const void* right = kSwap ? a : weight;
+  CHECK(given.mainloop.ptr_A == left && given.mainloop.ptr_B == right);
+  const auto strides = make_tuple(given.mainloop.dA, given.mainloop.dB);
+  CHECK(get<0>(get<kSwap ? 1 : 0>(strides)) == kK);
+  CHECK(get<0>(get<kSwap ? 0 : 1>(strides)) == make_stride(kK, kN / 2 * kK, 8 * kK));
+  const auto& node = given.epilogue.thread.op_1;
+  CHECK(node.weight_scale == weight_scale && node.a_scale == a_scale);
+  CHECK(node.bias == (with_bias ? bias : nullptr));
+  CHECK(node.out == out && node.inner == kN / 2 && node.a_scale_per_row == per_row);
+  CHECK(node.finish.activation == 2 && node.finish.half);
+  CHECK(Gemm::Gemm::can_implement(given) == cutlass::Status::kSuccess);
+  CHECK(Gemm::workspace_size(problem(per_row, with_bias)) == 0);
+  ScaledMmProblem odd = problem(per_row, with_bias);
+  odd.k = kK - 8;
+  CHECK(Gemm::Gemm::can_implement(Gemm::arguments(odd)) != cutlass::Status::kSuccess);
+}
+
 void check_sm89(bool per_row, bool with_bias) {
   const auto given = Ada::arguments(problem(per_row, with_bias));
   CHECK(given.problem_size.m() == kM && given.problem_size.n() == kN &&
@@ -158,6 +191,8 @@ int main() {
       check_sm90<Swapped, true>(per_row, with_bias);
       check_sm90<Pingpong, false>(per_row, with_bias);
       check_sm90<Cooperative, false>(per_row, with_bias);
+      check_gated<GatedSwapped, true>(per_row, with_bias);
+      check_gated<GatedPingpong, false>(per_row, with_bias);
       check_sm89(per_row, with_bias);
     }
   }
