@@ -7,12 +7,12 @@ and values, as whole steps of the runtime: planning, replay, head, greedy choice
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from quantkit.bench.gpu_kernels import random_codes
+from quantkit.bench.gpu_timing import random_codes
 from quantkit.bench.random_weights import RandomWeights, random_decoder
 from quantkit.numerics import E4M3
 from quantkit.runtime.decoder import Decoder
@@ -56,7 +56,7 @@ def measure_kind(
     batches: Sequence[int],
     device: torch.device,
     steps: int = 16,
-) -> list[ModelSpeed]:
+) -> Iterator[ModelSpeed]:
     """Build a model of random weights and measure every (prompt, new tokens) at every batch.
 
     The prompts of a batch are prefilled one after another, as generation does; one is measured.
@@ -64,13 +64,11 @@ def measure_kind(
     quantized, quantized_kv = KINDS[kind]
     weights = RandomWeights(device, torch.bfloat16, quantized)
     decoder = random_decoder(shape, weights, quantized_kv)
-    speeds = []
     for prompt, new in work:
         prefill = prefill_seconds(decoder, prompt)
         for batch in batches:
             step = step_seconds(decoder, batch, prompt + new // 2, steps)
-            speeds.append(ModelSpeed(kind, prompt, new, batch, batch * prefill, step))
-    return speeds
+            yield ModelSpeed(kind, prompt, new, batch, batch * prefill, step)
 
 
 @torch.inference_mode()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import torch
 
-from quantkit.bench.gpu_kernels import COLD_BYTES, random_codes, seconds_of
+from quantkit.bench.gpu_timing import COLD_BYTES, random_codes, seconds_of
 from quantkit.row_ops import quantize_rows
 
 SM90_TILES: Final = (
@@ -36,9 +36,8 @@ class TileSpeed:
 
 def measure_tiles(
     sizes: Sequence[tuple[int, int]], rows: Sequence[int], device: torch.device, repeats: int
-) -> list[TileSpeed]:
+) -> Iterator[TileSpeed]:
     """Measure every tile for each weight (out_features, in_features) and number of rows."""
-    speeds = []
     op = torch.ops.quantkit.scaled_mm_tile
     for out, columns in sizes:
         copies = max(8, min(64, COLD_BYTES // (2 * out * columns)))
@@ -54,5 +53,4 @@ def measure_tiles(
                     for weight in weights[: 8 if count > 512 else None]
                 ]
                 taken = 1e6 * seconds_of(runs, repeats)
-                speeds.append(TileSpeed(tile, count, out, columns, taken))
-    return speeds
+                yield TileSpeed(tile, count, out, columns, taken)

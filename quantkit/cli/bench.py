@@ -164,12 +164,13 @@ def _gpu_kernel_speeds(
     engine: Decoder, batches: list[int], lengths: list[int], repeats: int
 ) -> tuple[dict[str, Any], Callable[[], None]]:
     """Measure linears at every batch and at prefill's rows, attention at every batch and length."""
-    from quantkit.bench.gpu_kernels import measure_gpu_kernels, measure_limits
+    from quantkit.bench.gpu_kernels import measure_gpu_kernels
+    from quantkit.bench.gpu_timing import measure_limits
     from quantkit.cli.bench_tables import print_gpu_kernels
 
     limits = measure_limits(engine.device, repeats)
     rows, contexts = [*batches, 1024, 4096], [(b, n) for b in batches for n in lengths]
-    speeds = measure_gpu_kernels(engine.shape, limits, engine.device, rows, contexts, repeats)
+    speeds = list(measure_gpu_kernels(engine.shape, limits, engine.device, rows, contexts, repeats))
     report = {"machine": asdict(limits), "kernels": [asdict(speed) for speed in speeds]}
     return report, partial(print_gpu_kernels, limits, speeds)
 

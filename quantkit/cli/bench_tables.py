@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantkit.bench.drafting import DraftSpeed
-    from quantkit.bench.gpu_kernels import GpuKernelSpeed, GpuLimits
+    from quantkit.bench.gpu_timing import GpuKernelSpeed, GpuLimits
     from quantkit.bench.kernels import KernelSpeed
     from quantkit.bench.machine import Machine
     from quantkit.bench.speed import Speed

@@ -1,21 +1,25 @@
 """Everything that needs a GPU, in one run of a few minutes: `make gpu-check`.
 
-    python -m tests.gpu.check [--quick] [--skip-tests] [--tiles] [--sanitize] [--out FOLDER]
+    python -m tests.gpu.check [--quick] [--skip-tests] [--tiles] [--sanitize] [--seconds N]
+                              [--out FOLDER]
 
 Correctness first (exit code 1 if it fails; the rest still runs), then every kernel beside the
 GPU's limits and torch's kernels, then a model of Llama 3 8B's sizes with random weights in
-bfloat16, FP8, and FP8 with an FP8 cache. The tables are printed last, and written to FOLDER.
+bfloat16, FP8, and FP8 with an FP8 cache. The tables are printed last, and written to FOLDER. After
+N seconds nothing more is measured, and what was is printed; so too at SIGTERM or Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,20 +28,24 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.bench.gpu_kernels import (
-    GpuKernelSpeed,
-    GpuLimits,
-    measure_gpu_kernels,
-    measure_limits,
-)
+from quantkit.bench.gpu_kernels import measure_gpu_kernels
 from quantkit.bench.gpu_model import KINDS, ModelSpeed, measure_kind
 from quantkit.bench.gpu_tiles import TileSpeed, measure_tiles
+from quantkit.bench.gpu_timing import GpuKernelSpeed, GpuLimits, measure_limits
 from quantkit.bench.random_weights import LLAMA_3_8B
 from quantkit.cli.bench_tables import print_gpu_kernels
 from quantkit.extension import load_cuda_kernels
 
 WORK = [(2000, 200), (5000, 500), (10000, 1000)]
 SANITIZERS = ("memcheck", "racecheck", "synccheck")
+TESTS = (
+    "row_kernels",
+    "sampling_kernels",
+    "linear_kernels",
+    "attention_kernels",
+    "decoder",
+    "second_device",
+)
 BATCHES = [1, 4, 16, 64]
 ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 4096]
 TILE_ROWS = [1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 4096]
@@ -51,20 +59,51 @@ def main() -> int:
         return 2
     device = torch.device("cuda", torch.cuda.current_device())
     record: dict[str, Any] = {"torch": torch.__version__, "cuda": torch.version.cuda}
-    failures = [] if options.skip_tests else attempt("tests", run_tests, record)
-    if options.sanitize:
-        for tool in SANITIZERS:
-            failures += attempt(tool, partial(sanitize, tool), record)
-    failures += attempt("kernels", lambda: kernels(device, options.quick, record), record)
+    return run_parts(parts(options, device, record), options.out, record)
+
+
+def parts(
+    options: argparse.Namespace, device: torch.device, record: dict[str, Any]
+) -> dict[str, Callable[[], None]]:
+    """Return what to do, in order: correctness before speed, cheap before dear."""
+    clock = Clock(options.seconds)
+    jobs: dict[str, Callable[[], None]] = {}
+    if not options.skip_tests:
+        jobs["tests"] = run_tests
+    for tool in SANITIZERS if options.sanitize else ():
+        jobs[tool] = partial(sanitize, tool)
+    jobs["kernels"] = partial(kernels, device, options.quick, record, clock)
+    jobs["model"] = partial(models, device, options.quick, record, clock)
     if options.tiles:
-        failures += attempt("tiles", lambda: tiles(device, record), record)
-    failures += attempt("model", lambda: models(device, options.quick, record), record)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "gpu-check.json").write_text(json.dumps(record, indent=1))
+        jobs["tiles"] = partial(tiles, device, record, clock)
+    return jobs
+
+
+def run_parts(jobs: dict[str, Callable[[], None]], out: Path, record: dict[str, Any]) -> int:
+    """Run all, whatever becomes of one; print the tables at the end, however it comes."""
+    signal.signal(signal.SIGTERM, cut_off)
+    os.environ.setdefault("COLUMNS", "140")  # of tables, where there is no terminal
+    failures: list[str] = []
+    try:
+        for name, job in jobs.items():
+            failures += attempt(name, job, record)
+            write(record, out)
+    except KeyboardInterrupt:
+        failures.append("cut off: what follows is not all")
+    write(record, out)
     print_tables(record)
     for failure in failures:
         print("FAILED:", failure)
     return 1 if failures else 0
+
+
+def cut_off(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def write(record: dict[str, Any], out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu-check.json").write_text(json.dumps(record, indent=1))
 
 
 def parse_options() -> argparse.Namespace:
@@ -73,8 +112,25 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--skip-tests", action="store_true", help="only measure")
     parser.add_argument("--tiles", action="store_true", help="measure every tile of scaled_mm")
     parser.add_argument("--sanitize", action="store_true", help="compute-sanitizer, minutes")
+    parser.add_argument("--seconds", type=float, default=450.0, help="then measure no more")
     parser.add_argument("--out", type=Path, default=Path("build/gpu-check"))
     return parser.parse_args()
+
+
+class Clock:
+    """Ends measuring when the time is up."""
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def until_late(self, rows: Iterable[Any], into: list[dict[str, Any]]) -> bool:
+        """Append what is measured, as dicts; return whether it was all."""
+        for row in rows:
+            into.append(asdict(row))
+            if time.monotonic() > self._end:
+                print("--- out of time: the table is not all", flush=True)
+                return False
+        return True
 
 
 def attempt(name: str, job: Callable[[], None], record: dict[str, Any]) -> list[str]:
@@ -88,13 +144,15 @@ def attempt(name: str, job: Callable[[], None], record: dict[str, Any]) -> list[
         failures = [f"{name}: {error}"]
     record[f"{name}_seconds"] = time.perf_counter() - begin
     print(f"--- {name}: {record[f'{name}_seconds']:.1f} s", flush=True)
-    torch.cuda.empty_cache()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     return failures
 
 
 def run_tests() -> None:
+    files = [f"tests/gpu/test_{name}.py" for name in TESTS]
     code = pytest.main(
-        ["tests/gpu", "-q", "--tb=short", "--durations=5", "--maxfail=40", "-p", "no:cacheprovider"]
+        [*files, "-q", "--tb=short", "--durations=5", "--maxfail=40", "-p", "no:cacheprovider"]
     )
     if code != 0:
         raise RuntimeError(f"pytest exited with {code}")
@@ -104,6 +162,7 @@ def sanitize(tool: str) -> None:
     """Run every kernel of ours under one tool of compute-sanitizer."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", "--kernel-regex"]
     command += ["kns=quantkit", sys.executable, "-m", "tests.gpu.small_calls"]
+    command += ["--products"] if tool == "memcheck" else []
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
     print("\n".join(result.stdout.splitlines()[-4:]))
     if result.returncode != 0:
@@ -111,29 +170,30 @@ def sanitize(tool: str) -> None:
         raise RuntimeError(f"exit code {result.returncode}")
 
 
-def kernels(device: torch.device, quick: bool, record: dict[str, Any]) -> None:
+def kernels(device: torch.device, quick: bool, record: dict[str, Any], clock: Clock) -> None:
     limits = measure_limits(device, repeats=5)
     record["limits"] = asdict(limits)
     rows = ROWS[::3] if quick else ROWS
     contexts = CONTEXTS[1:3] if quick else CONTEXTS
     speeds = measure_gpu_kernels(LLAMA_3_8B, limits, device, rows, contexts, repeats=5)
-    record["kernels"] = [asdict(speed) for speed in speeds]
+    clock.until_late(speeds, record.setdefault("kernels", []))
 
 
-def tiles(device: torch.device, record: dict[str, Any]) -> None:
+def tiles(device: torch.device, record: dict[str, Any], clock: Clock) -> None:
     sizes = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]
     speeds = measure_tiles(sizes, TILE_ROWS, device, repeats=3)
-    record["tiles"] = [asdict(speed) for speed in speeds]
+    clock.until_late(speeds, record.setdefault("tiles", []))
 
 
-def models(device: torch.device, quick: bool, record: dict[str, Any]) -> None:
-    record["model"] = []
-    for kind in KINDS:
-        work = WORK[-1:] if quick else WORK
-        batches = [1, 4] if quick else BATCHES
-        speeds = measure_kind(LLAMA_3_8B, kind, work, batches, device)
-        record["model"] += [asdict(speed) for speed in speeds]
-        torch.cuda.empty_cache()
+def models(device: torch.device, quick: bool, record: dict[str, Any], clock: Clock) -> None:
+    """All kinds at the longest prompts first, so that a short run has something to compare."""
+    measured = record.setdefault("model", [])
+    for work in (WORK[-1:],) if quick else (WORK[-1:], WORK[:-1]):
+        for kind in KINDS:
+            speeds = measure_kind(LLAMA_3_8B, kind, work, [1, 4] if quick else BATCHES, device)
+            if not clock.until_late(speeds, measured):
+                return
+            torch.cuda.empty_cache()
 
 
 def print_tables(record: dict[str, Any]) -> None:

@@ -38,12 +38,19 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
 ) -> Tensor:
     """Attend from the last positions of one sequence; all float64 [tokens, heads, dim]."""
     count, length, group = len(query), len(key), query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, dim=1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     position = torch.arange(length - count, length, device=query.device)[:, None]
     other = torch.arange(length, device=query.device)[None]
     hidden = other > position

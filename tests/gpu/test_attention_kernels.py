@@ -57,9 +57,15 @@ BATCHES = {
     ("heads", "kv_heads", "dim"),
     [(32, 8, 128), (9, 3, 64), (8, 8, 128), (20, 1, 64), (4, 2, 256), (4, 2, 80), (3, 1, 10)],
 )
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("window", "cap"), [(None, None), (100, None), (None, 3.0), (100, 30.0)])
 def test_paged_attention(
-    heads: int, kv_heads: int, dim: int, batch: str, kind: torch.dtype, window: int | None
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    batch: str,
+    kind: torch.dtype,
+    window: int | None,
+    cap: float | None,
 ) -> None:
     lengths, new = BATCHES[batch]
     keys, values, tables = new_cache(lengths, kv_heads, dim, kind)
@@ -74,14 +80,14 @@ def test_paged_attention(
     seen = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
 
     def run(query: Tensor, tables: Tensor, seen: Tensor, starts: Tensor) -> Tensor:
-        return paged_attention(query, *arguments, tables, seen, starts, dim**-0.5, window)
+        return paged_attention(query, *arguments, tables, seen, starts, dim**-0.5, window, cap)
 
     actual = run(query, tables, seen, starts)
     assert torch.equal(actual, run(query, tables, seen, starts))
     for number, (length, part) in enumerate(zip(lengths, query.split(new), strict=True)):
         key = stored(keys, tables[number], length, k_scale)
         value = stored(values, tables[number], length, v_scale)
-        exact = oracles.attention(part.double(), key, value, dim**-0.5, window)
+        exact = oracles.attention(part.double(), key, value, dim**-0.5, window, cap)
         got = actual[int(starts[number]) : int(starts[number + 1])].double()
         # One rounding of the result, and of every weight to 11 or 8 bits.
         unit = 2.0**-11 if dtype == torch.float16 else 2.0**-8
@@ -170,7 +176,7 @@ def test_caches_of_codes(kind: torch.dtype, dim: int) -> None:
     def run() -> Tensor:
         return paged_attention(query, *caches, scale, scale, blocks[None], seen, starts, dim**-0.5)
 
-    exact = oracles.attention(query.double(), read[0].double(), read[1].double(), dim**-0.5, None)
+    exact = oracles.attention(query.double(), read[0].double(), read[1].double(), dim**-0.5)
     allowed = 2.0**-8 * exact.abs() + 2.0**-10 * read[1].abs().max()
     assert ((run().double() - exact).abs() <= allowed).all()
     caches[1].view(torch.uint8)[2, 3, 0, 5] = 0x7F
