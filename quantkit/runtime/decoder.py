@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit.attention_ops import causal_attention, rms_norm, rotary
+from quantkit.attention_ops import causal_attention
 from quantkit.decoder_ops import StepLayers, decoder_step
 from quantkit.errors import GenerationError
 from quantkit.extension import EXTENSION_LOADED, load_cuda_kernels
@@ -21,13 +21,15 @@ from quantkit.numerics import E4M3, Format
 from quantkit.ops import FEW_ROWS
 from quantkit.runtime.cuda_graphs import StepGraphs
 from quantkit.runtime.decoder_layer import DecoderLayer, read_norm
-from quantkit.runtime.engine import SequenceCache
+from quantkit.runtime.engine import SequenceCache, check_context
+from quantkit.runtime.heads import normed_together, rotated_heads
 from quantkit.runtime.kv_cache import CacheLayout, CacheStep, PagedCache, Scales
 from quantkit.runtime.norms import Norm
 from quantkit.runtime.placement import Placement
 from quantkit.runtime.qkv_linear import AppendingLinear
-from quantkit.runtime.rotation import Rotation, by_length
+from quantkit.runtime.rotation import Rotation
 from quantkit.runtime.rotation_switch import RotationSwitch
+from quantkit.runtime.rotations import Rotations
 from quantkit.runtime.saturation import Saturation
 from quantkit.runtime.scaled_linear import after_add_norm, after_norm
 from quantkit.runtime.shapes import ModelShape
@@ -64,7 +66,8 @@ class Decoder:
         self.hidden_size = shape.hidden_size
         self.device = self._placement.head
         self.dtype = reader.dtype
-        self._rotations = tuple(rotation.to(self._placement.embedding) for rotation in rotations)
+        devices = dict.fromkeys((self._placement.embedding, *self._placement.devices))
+        self._rotations = Rotations(rotations, shape.long_from, self.dtype, tuple(devices))
         matrix = (shape.vocab_size, shape.hidden_size)
         embedder = reader.on(self._placement.embedding)
         self._embedding = embedder.tensor("model.embed_tokens.weight", matrix)
@@ -166,7 +169,7 @@ class Decoder:
         shape = self.shape
         hidden = self._embed(input_ids)
         steps = {device: step.to(device) for device in self._placement.devices}
-        turns = self._everywhere(self._step_angles(steps[self._placement.embedding]))
+        turns = self._rotations.everywhere(self._step_angles(steps[self._placement.embedding]))
 
         def turn(number: int) -> tuple[Tensor, Tensor] | None:
             rotary, device = self._layers[number].rotary, self._placement.layers[number]
@@ -185,7 +188,7 @@ class Decoder:
             if appending[number] is None:
                 norms = (layer.q_norm, layer.k_norm, shape.norm_eps)
                 if shape.qk_norm_together:
-                    qkv, norms = self._normed_together(layer, qkv), (None, None, shape.norm_eps)
+                    qkv, norms = normed_together(layer, qkv, shape), (None, None, shape.norm_eps)
                 query = cache.append_rotary(number, qkv, norms, turn(number), here, shape.num_heads)
             return cache.attend(
                 number, query, here, shape.softmax_scale, layer.window, shape.scores_cap
@@ -200,13 +203,12 @@ class Decoder:
         check_context((0,), (length,), (0,), self.max_context)
         softmax_scale = self.shape.softmax_scale
         positions = torch.arange(length, device=self._placement.embedding).repeat(batch)
-        turns = self._everywhere(
-            self._angles(positions, length, torch.full_like(positions, length))
-        )
+        angles = self._rotations.angles(positions, length, torch.full_like(positions, length))
+        turns = self._rotations.everywhere(angles)
 
         def attend(number: int, qkv: Tensor) -> Tensor:
             layer, device = self._layers[number], self._placement.layers[number]
-            heads = self._rotated_heads(layer, qkv, turns[device])
+            heads = rotated_heads(layer, qkv, turns[device], self.shape)
             rows = zip(*(x.float().view(batch, length, *x.shape[1:]) for x in heads), strict=True)
             options = (softmax_scale, layer.window, self.shape.scores_cap)
             parts = [causal_attention(q, k, v, *options) for q, k, v in rows]
@@ -222,25 +224,7 @@ class Decoder:
 
     def _step_angles(self, step: CacheStep) -> list[tuple[Tensor, Tensor]]:
         totals = step.positions if self._switch is None else step.totals()
-        return self._angles(step.positions, max(step.new_lengths), totals)
-
-    def _angles(self, positions: Tensor, end: int, totals: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Return cos and sin of each rotation at positions below `end`.
-
-        `totals` are the lengths of the sequences that the positions are in, [num_tokens].
-        """
-        angles = [rotation.at(positions, end, self.dtype) for rotation in self._rotations]
-        limit = self.shape.long_from
-        return angles if limit is None else [by_length(angles, totals > limit)]
-
-    def _everywhere(
-        self, angles: Sequence[tuple[Tensor, Tensor]]
-    ) -> dict[torch.device, list[tuple[Tensor, Tensor]]]:
-        """Return the angles on every device that holds a part of the model."""
-        return {
-            device: [(cos.to(device), sin.to(device)) for cos, sin in angles]
-            for device in self._placement.devices
-        }
+        return self._rotations.angles(step.positions, max(step.new_lengths), totals)
 
     def _own(self, cache: SequenceCache) -> PagedCache:
         if not isinstance(cache, PagedCache) or cache.layout is not self._layout:
@@ -327,34 +311,6 @@ class Decoder:
         multiplier = self.shape.residual_multiplier
         return delta if multiplier == 1.0 else delta * multiplier
 
-    def _normed_together(self, layer: DecoderLayer, qkv: Tensor) -> Tensor:
-        """Normalize all heads of q, and of k, as one vector a token. Shapes: as qkv."""
-        shape = self.shape
-        parts = torch.split(qkv.flatten(1), [shape.query_size, *2 * [shape.kv_size]], dim=1)
-        norms = (layer.q_norm, layer.k_norm, None)
-        normed = [
-            part if norm is None else rms_norm(part, norm, shape.norm_eps)
-            for part, norm in zip(parts, norms, strict=True)
-        ]
-        return torch.cat(normed, dim=1).view(qkv.shape)
-
-    def _rotated_heads(
-        self, layer: DecoderLayer, qkv: Tensor, angles: Sequence[tuple[Tensor, Tensor]]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values, as attention reads them."""
-        if self.shape.qk_norm_together:
-            qkv = self._normed_together(layer, qkv)
-        heads, kv_heads = self.shape.num_heads, self.shape.num_kv_heads
-        query, key, value = torch.split(qkv, [heads, kv_heads, kv_heads], dim=1)
-        per_head = not self.shape.qk_norm_together
-        if per_head and layer.q_norm is not None and layer.k_norm is not None:
-            query = rms_norm(query, layer.q_norm, self.shape.norm_eps)
-            key = rms_norm(key, layer.k_norm, self.shape.norm_eps)
-        if layer.rotary is not None:
-            turn = angles[layer.rotary]
-            query, key = rotary(query, *turn), rotary(key, *turn)
-        return query, key, value
-
 
 def _moved(
     hidden: Tensor, delta: Tensor | None, device: torch.device
@@ -363,17 +319,3 @@ def _moved(
     if hidden.device == device:
         return hidden, delta
     return hidden.to(device), None if delta is None else delta.to(device)
-
-
-def check_context(
-    sequences: Sequence[int], num_new_tokens: Sequence[int], lengths: Sequence[int], limit: int
-) -> None:
-    """Raise GenerationError if a sequence would grow beyond `limit` tokens."""
-    for sequence, count in zip(sequences, num_new_tokens, strict=True):
-        if count < 1:
-            raise GenerationError(f"sequence {sequence} has no new tokens; leave it out")
-        if lengths[sequence] + count > limit:
-            raise GenerationError(
-                f"sequence {sequence} would have {lengths[sequence] + count} tokens, the model's "
-                f"limit is {limit}; shorten the prompt or ask for fewer new tokens"
-            )

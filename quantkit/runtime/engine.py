@@ -1,4 +1,4 @@
-"""What generation may ask of a model: two interfaces, no implementation.
+"""What generation may ask of a model: two interfaces, and what no implementation lets pass.
 
 The decoder and the transformers fallback implement them; generation and speculation use nothing
 else, so neither knows which model family it drives.
@@ -11,6 +11,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from quantkit.errors import GenerationError
 
 
 class SequenceCache(Protocol):
@@ -83,3 +85,17 @@ class Engine(Protocol):
         padding.
         """
         ...
+
+
+def check_context(
+    sequences: Sequence[int], num_new_tokens: Sequence[int], lengths: Sequence[int], limit: int
+) -> None:
+    """Raise GenerationError if a sequence would grow beyond `limit` tokens."""
+    for sequence, count in zip(sequences, num_new_tokens, strict=True):
+        if count < 1:
+            raise GenerationError(f"sequence {sequence} has no new tokens; leave it out")
+        if lengths[sequence] + count > limit:
+            raise GenerationError(
+                f"sequence {sequence} would have {lengths[sequence] + count} tokens, the model's "
+                f"limit is {limit}; shorten the prompt or ask for fewer new tokens"
+            )

@@ -19,8 +19,7 @@ from quantkit.checkpoint import cached_layers
 from quantkit.errors import GenerationError
 from quantkit.linears import check_model_type
 from quantkit.numerics import E4M3
-from quantkit.runtime.decoder import check_context
-from quantkit.runtime.engine import SequenceCache
+from quantkit.runtime.engine import SequenceCache, check_context
 from quantkit.runtime.kv_cache import Scales
 from quantkit.runtime.placement import DeviceMap
 from quantkit.runtime.transformers_cache import RoundingCache, SequentialCache
