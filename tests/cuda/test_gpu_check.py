@@ -56,6 +56,7 @@ def test_all_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text in ("w8a16 down", "then quantize", "fp8 + kv8", "10000/1000", "64x128x128 7.5"):
         assert text in printed
     assert len(json.loads((tmp_path / "gpu-check.json").read_text())["model"]) == len(KINDS)
+    assert (tmp_path / "gpu-check.txt").read_text() in printed
 
 
 def test_a_part_that_fails_leaves_the_others(

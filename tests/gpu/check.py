@@ -12,6 +12,8 @@ N seconds nothing more is measured, and what was is printed; so too at SIGTERM o
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import signal
@@ -91,7 +93,9 @@ def run_parts(jobs: dict[str, Callable[[], None]], out: Path, record: dict[str, 
     except KeyboardInterrupt:
         failures.append("cut off: what follows is not all")
     write(record, out)
-    print_tables(record)
+    tables = printed(record)
+    (out / "gpu-check.txt").write_text(tables)
+    print(tables, end="")
     for failure in failures:
         print("FAILED:", failure)
     return 1 if failures else 0
@@ -163,7 +167,7 @@ def sanitize(tool: str) -> None:
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "3", "--kernel-regex"]
     command += ["kns=quantkit", sys.executable, "-m", "tests.gpu.small_calls"]
     command += ["--products"] if tool == "memcheck" else []
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     print("\n".join(result.stdout.splitlines()[-4:]))
     if result.returncode != 0:
         print(result.stdout[-3000:], result.stderr[-1000:])
@@ -194,6 +198,13 @@ def models(device: torch.device, quick: bool, record: dict[str, Any], clock: Clo
             if not clock.until_late(speeds, measured):
                 return
             torch.cuda.empty_cache()
+
+
+def printed(record: dict[str, Any]) -> str:
+    """Return the tables as text."""
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        print_tables(record)
+    return text.getvalue()
 
 
 def print_tables(record: dict[str, Any]) -> None:
