@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from torch import Tensor
 from quantkit import dense_ops, ops
 from quantkit.attention_ops import kv_append, paged_attention, rms_norm, rotary
 from quantkit.outliers import Outliers
+
+MANY_ROWS: Final = 128
+"""Tokens beyond which what the op saves is nothing beside what it computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,14 @@ class StepLinear:
         """Return its five tensors, in the op's order."""
         return [self.weight, self.scale, self.bias, *(self.outliers or (None, None))]
 
+    def takes_many_rows(self, dtype: torch.dtype) -> bool:
+        """Return whether any number of rows of `dtype` is multiplied as one row is."""
+        columns = self.weight.shape[1]
+        group_size = max(1, columns) if self.scale is None else self.group_size
+        return ops.multiplies_many_rows(
+            torch.empty(1, columns, dtype=dtype), self.weight, group_size
+        )
+
 
 @dataclass(slots=True)
 class StepLayers:
@@ -45,6 +57,7 @@ class StepLayers:
 
     weights: list[Tensor] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
+    linears: list[StepLinear] = field(default_factory=list)
 
     def add(
         self,
@@ -71,8 +84,14 @@ class StepLayers:
         flat = [input_norm, *qkv.tensors(), query_norm, key_norm, *out.tensors(), post_norm]
         flat += [*gate_up.tensors(), *down.tensors(), attention_norm, mlp_norm]
         self.weights += [none if tensor is None else tensor for tensor in flat]
+        self.linears += (qkv, out, gate_up, down)
         self.numbers += [linear.group_size for linear in (qkv, out, gate_up, down)]
         self.numbers += [window or 0, angles]
+
+    def most_rows(self, dtype: torch.dtype) -> int:
+        """Return up to how many tokens of `dtype` the op serves better than those it is made of."""
+        many = all(linear.takes_many_rows(dtype) for linear in self.linears)
+        return MANY_ROWS if many else ops.FEW_ROWS
 
 
 def decoder_step(

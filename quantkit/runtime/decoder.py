@@ -8,6 +8,7 @@ transformers, so that equal weights give equal logits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ from quantkit.decoder_ops import StepLayers, decoder_step
 from quantkit.errors import GenerationError
 from quantkit.extension import EXTENSION_LOADED, load_cuda_kernels
 from quantkit.numerics import E4M3, Format
-from quantkit.ops import FEW_ROWS
 from quantkit.runtime.cuda_graphs import StepGraphs
 from quantkit.runtime.decoder_layer import DecoderLayer, read_norm
 from quantkit.runtime.engine import SequenceCache, check_context
@@ -42,8 +42,13 @@ Norms of heads and the rotary embedding are its part too: a cache does them as i
 Where an AppendingLinear has done all that, it gets the queries alone.
 """
 
-FusedLayers = tuple[StepLayers, Tensor]
-"""The layers for `decoder_step`, and the final norm's weight."""
+
+class FusedLayers(NamedTuple):
+    """What `decoder_step` takes: the layers, the final norm's weight; and up to how many tokens."""
+
+    layers: StepLayers
+    final_norm: Tensor
+    most_rows: int
 
 
 class Decoder:
@@ -149,7 +154,7 @@ class Decoder:
         step = paged.plan(sequences, num_new_tokens)
         if self._graphs is not None:
             hidden = self._graphs.run(input_ids, paged, step)
-        elif self._fused is not None and len(input_ids) <= FEW_ROWS:
+        elif self._fused is not None and len(input_ids) <= self._fused.most_rows:
             hidden = self._run_fused(self._fused, input_ids, paged, step)
         else:
             hidden = self.run_step(input_ids, paged, step)
@@ -239,7 +244,7 @@ class Decoder:
         fits = self.shape.residual_multiplier == 1.0
         fits = fits and all(layer.add_to(step) for layer in self._layers)
         fits = fits and all(device.type == "cpu" for device in self._placement.devices)
-        return (step, final_norm) if fits else None
+        return FusedLayers(step, final_norm, step.most_rows(self.dtype)) if fits else None
 
     def _records(self) -> bool:
         """Return whether steps can be recorded: on one GPU, with our kernels, for 16 bits."""
@@ -251,15 +256,15 @@ class Decoder:
     def _run_fused(
         self, fused: FusedLayers, input_ids: Tensor, cache: PagedCache, step: CacheStep
     ) -> Tensor:
-        """Do what `run_step` does in one op; a few tokens on a CPU only."""
-        shape, (layers, final_norm) = self.shape, fused
+        """Do what `run_step` does in one op, on a CPU only."""
+        shape = self.shape
         angles = self._step_angles(step)
         cos, sin = angles[0] if len(angles) == 1 else map(torch.cat, zip(*angles, strict=True))
         return decoder_step(
             self._embed(input_ids),
-            layers,
+            fused.layers,
             cache.tensors(),
-            final_norm,
+            fused.final_norm,
             (cos, sin),
             step.slots,
             step.block_tables,

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint import open_checkpoint
+from quantkit.decoder_ops import MANY_ROWS
 from quantkit.errors import GenerationError
 from quantkit.extension import EXTENSION_LOADED
+from quantkit.ops import FEW_ROWS, multiplies_many_rows
 from quantkit.runtime.decoder import Decoder
 from quantkit.runtime.engine import Engine, SequenceCache
 from quantkit.runtime.loading import load_engine
@@ -104,6 +106,32 @@ def test_which_families_decode_in_one_op(make: Make, family: str) -> None:
     engine = load_engine(make(family))
     assert isinstance(engine, Decoder)
     assert (engine._fused is None) == family.startswith(("starcoder2", "granite"))
+
+
+@pytest.mark.skipif(not EXTENSION_LOADED, reason="only the compiled op is faster")
+@pytest.mark.parametrize("kind", ["native", None])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_one_op_gives_the_bits_of_many_for_as_many_tokens_as_it_is_used(
+    make: Make, dtype: str, kind: str | None
+) -> None:
+    folder = make("llama", kind) if kind else make("llama")
+    engine = load_engine(folder, dtype=dtype)
+    assert isinstance(engine, Decoder)
+    fused = engine._fused
+    assert fused is not None
+    weight, x = fused.layers.linears[0].weight, torch.empty(1, 64, dtype=engine.dtype)
+    matrix_unit = multiplies_many_rows(x, weight, 64)
+    assert fused.most_rows == (MANY_ROWS if matrix_unit else FEW_ROWS)
+    counts = [1, 40, 2, 31, 54] if matrix_unit else [1, 5, 2, 8]
+    ids, sequences = tiny.random_ids(sum(counts)), range(len(counts))
+    assert len(ids) == fused.most_rows
+    results = []
+    for engine._fused in (fused, None):
+        cache = engine.new_cache(len(counts), 64)
+        for sequence in sequences:  # something to attend to
+            engine.hidden(tiny.random_ids(3 + sequence), [sequence], [3 + sequence], cache)
+        results.append(engine.hidden(ids, list(sequences), counts, cache).clone())
+    assert torch.equal(*results)
 
 
 def test_native_checkpoints_decode_like_they_prefill(make: Make) -> None:
