@@ -30,6 +30,17 @@ class AmaxObserver:
             self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
             self.num_observations += num_observations
 
+    def take(self) -> AmaxObserver:
+        """Return, and forget, what was seen."""
+        found = AmaxObserver(self.amax, self.num_observations)
+        self.amax, self.num_observations = None, 0
+        return found
+
+    def merge_observer(self, other: AmaxObserver) -> None:
+        """Take in what another one has seen."""
+        if other.amax is not None:
+            self.merge(other.amax, other.num_observations)
+
 
 def amax_of(x: Tensor) -> Tensor:
     """Return max |x| per scale. Shapes: [observations, scales, elements] -> float32 [scales].

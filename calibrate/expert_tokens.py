@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from quantkit.calibrate.batches import Batch
 from quantkit.calibrate.groups import expert_of
-from quantkit.calibrate.layerwise import Batch, LayerwiseModel
+from quantkit.calibrate.layerwise import LayerwiseModel, Watcher
 from quantkit.calibrate.moments import HOLD_OUT_EVERY, InputMoments, MomentObservers
+from quantkit.calibrate.moving import Moving
 from quantkit.experts import SplitExperts
 
 ENOUGH_SHARE = 1 / 4
@@ -43,26 +45,29 @@ _Scarce = Mapping[str, frozenset[int]]  # numbers of experts, by the full name o
 def add_scarce_moments(
     model: LayerwiseModel,
     number: int,
-    batches: Sequence[Batch],
+    moving: Moving,
     modules: Mapping[str, nn.Linear],
+    observers: MomentObservers,
     moments: dict[str, InputMoments],
+    watchers: Sequence[Watcher] = (),
 ) -> list[ExpertReach]:
     """Replace the moments of experts that few tokens reached by those of every token.
 
     The range of their inputs covers both. Runs layer `number` once more if there are such experts;
-    `modules` are the linears to quantize in it. Returns what to report.
+    `modules` are the linears to quantize in it, `observers` made `moments`, and `watchers` see that
+    run too. Returns what to report.
     """
 
     def is_enough(name: str) -> bool:
-        known, needed = moments.get(name), ENOUGH_SHARE * modules[name].in_features
-        return known is not None and known.num_tokens >= needed and known.num_held_out > 0
+        known, needed = observers.counts_of(name), ENOUGH_SHARE * modules[name].in_features
+        return known.tokens >= needed and known.held_out > 0
 
-    tokens = {name: known.num_tokens for name, known in moments.items()}
+    tokens = {name: observers.counts_of(name).tokens for name in modules}
     scarce = _experts_for_which(modules, lambda name: not is_enough(name))
     chosen = {name: module for name, module in modules.items() if _is_among(name, scarce)}
     if chosen:
-        observers = MomentObservers(chosen)
-        _run_on_every_token(model, number, batches, chosen, scarce)
+        observers = MomentObservers(chosen, observers.owners)
+        _run_on_every_token(model, number, moving, chosen, scarce, [observers, *watchers])
         for name, found in observers.finish().items():
             if name in moments:
                 found.amax = found.amax.maximum(moments[name].amax)
@@ -73,19 +78,20 @@ def add_scarce_moments(
 def reach_unreached(
     model: LayerwiseModel,
     number: int,
-    batches: Sequence[Batch],
+    moving: Moving,
     modules: Mapping[str, nn.Linear],
     num_tokens: Mapping[str, int],
+    watchers: Sequence[Watcher],
 ) -> list[ExpertReach]:
     """Run layer `number` once more if it has experts that no token reached: they get every token.
 
-    For whoever observes them meanwhile; `num_tokens` is what each linear saw before. Returns what
-    to report.
+    For the `watchers` that observe them meanwhile; `num_tokens` is what each linear saw before.
+    Returns what to report.
     """
     scarce = _experts_for_which(modules, lambda name: not num_tokens.get(name))
     chosen = {name: module for name, module in modules.items() if _is_among(name, scarce)}
     if chosen:
-        _run_on_every_token(model, number, batches, chosen, scarce)
+        _run_on_every_token(model, number, moving, chosen, scarce, watchers)
     return _reports(model, modules, num_tokens, scarce)
 
 
@@ -147,28 +153,22 @@ def _reports(
 def _run_on_every_token(
     model: LayerwiseModel,
     number: int,
-    batches: Sequence[Batch],
+    moving: Moving,
     modules: Mapping[str, nn.Linear],
     scarce: _Scarce,
+    watchers: Sequence[Watcher],
 ) -> None:
     """Run layer `number`, the linears of `scarce` experts, on every token of the first batches."""
     needed = EVERY_TOKEN_SHARE * max(module.in_features for module in modules.values())
+    first = ([batch for batch in block if _is_needed(batch, needed)] for block in moving.rounds())
     with _on_every_token(model.skeleton.experts, scarce):
-        for _ in model.run(number, _first(batches, needed)):
+        for _ in model.watch(number, first, watchers):
             pass
 
 
-def _first(batches: Sequence[Batch], num_tokens: int) -> list[Batch]:
-    """Return batches until there are enough tokens, and sequences to hold some out."""
-    chosen: list[Batch] = []
-    sequences = tokens = 0
-    for batch in batches:
-        if tokens >= num_tokens and sequences >= HOLD_OUT_EVERY:
-            break
-        chosen.append(batch)
-        sequences += batch.hidden.shape[0]
-        tokens += batch.hidden.shape[:2].numel()
-    return chosen
+def _is_needed(batch: Batch, num_tokens: int) -> bool:
+    """Whether those before have too few tokens, or too few sequences to hold some out."""
+    return batch.tokens_before < num_tokens or batch.first < HOLD_OUT_EVERY
 
 
 @contextmanager

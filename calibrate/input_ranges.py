@@ -5,6 +5,7 @@ How large an input the largest code stands for is the observer's decision, see `
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from quantkit.calibrate.amax import AmaxObserver, canonical_input
 from quantkit.calibrate.groups import expert_of
 from quantkit.calibrate.moments import group_name
-from quantkit.calibrate.observers import ObserverFactory, RangeObserver
+from quantkit.calibrate.observers import ObserverFactory, RangeObserver, SharedObserver
 from quantkit.calibrate.quantized_layer import QuantizedLinear
+from quantkit.calibrate.ranks import ALONE, Ranks
 from quantkit.errors import CalibrationError
 from quantkit.numerics import Format
 from quantkit.scheme import QuantSpec
@@ -52,6 +54,19 @@ class _Watched:
         for rows in x.unsqueeze(0) if x.dim() == 2 else x.flatten(0, -3):
             self.observer.update(rows)
 
+    def end_block(self, name: str, ranks: Ranks) -> None:
+        """Bring what every process has seen of this round to the first."""
+        if not isinstance(self.observer, SharedObserver):
+            if ranks.size == 1:
+                return
+            raise CalibrationError(
+                f"observer {type(self.observer).__name__} of the input of {name} has no take and "
+                "merge (see SharedObserver), which a run of several processes needs"
+            )
+        for observer, seen in ranks.gather((self.observer.take(), self.seen.take())):
+            self.observer.merge(observer)
+            self.seen.merge_observer(seen)
+
     def result(self, name: str, fmt: Format) -> InputRange:
         """Return the range; `name` is that of the module, for errors."""
         amax = 0.0 if self.seen.amax is None else float(self.seen.amax.item())
@@ -76,7 +91,8 @@ class InputRanges:
     """
 
     def __init__(self, modules: Mapping[str, nn.Linear], make: ObserverFactory) -> None:
-        self.num_tokens = dict.fromkeys(modules, 0)
+        self._tokens: Counter[str] = Counter()
+        self._new_tokens: Counter[str] = Counter()  # in this process, since the last block
         self._group_of = {name: group_name(name, modules) for name in modules}
         self._watched: dict[str, _Watched] = {}
         for first in dict.fromkeys(self._group_of.values()):
@@ -86,8 +102,26 @@ class InputRanges:
             self._watched[first] = _Watched(make(torch.cat(weights)))
         self._handles = [m.register_forward_pre_hook(self._hook(n)) for n, m in modules.items()]
 
-    def finish(self, linears: Mapping[str, QuantizedLinear], spec: QuantSpec) -> None:
-        """Remove the hooks and set each module's input scale.
+    def begin(self, first: int) -> None:
+        """Announce the sequences from number `first` on: their numbers make no difference."""
+
+    def end_block(self, ranks: Ranks = ALONE) -> None:
+        """Bring what every process has seen of this round to the first, and the counts to all."""
+        for name, watched in self._watched.items():
+            watched.end_block(name, ranks)
+        for counts in ranks.share(self._new_tokens):
+            self._tokens.update(counts)
+        self._new_tokens = Counter()
+
+    @property
+    def num_tokens(self) -> dict[str, int]:
+        """How many tokens each module has read."""
+        return {name: self._tokens[name] + self._new_tokens[name] for name in self._group_of}
+
+    def finish(
+        self, linears: Mapping[str, QuantizedLinear], spec: QuantSpec, ranks: Ranks = ALONE
+    ) -> None:
+        """Remove the hooks and set each module's input scale, as the first process decides.
 
         Those that an engine multiplies with one scale share the largest: q/k/v, gate/up, and the
         same linear of all experts of a layer. Raises CalibrationError naming a module that never
@@ -95,6 +129,15 @@ class InputRanges:
         """
         for handle in self._handles:
             handle.remove()
+        shared = ranks.broadcast(self._ranges(linears, spec) if ranks.is_first else {})
+        for name, group in self._group_of.items():
+            found = shared[_shared_key(group)]
+            linears[name].set_input_range(found.range, found.amax, spec)
+
+    def _ranges(
+        self, linears: Mapping[str, QuantizedLinear], spec: QuantSpec
+    ) -> dict[str, InputRange]:
+        """Return the ranges by what shares them."""
         for name, count in self.num_tokens.items():
             if not count:
                 raise CalibrationError(
@@ -105,15 +148,13 @@ class InputRanges:
         for first, watched in self._watched.items():
             found, key = watched.result(linears[first].name, spec.fmt), _shared_key(first)
             shared[key] = found.union(shared[key]) if key in shared else found
-        for name, group in self._group_of.items():
-            found = shared[_shared_key(group)]
-            linears[name].set_input_range(found.range, found.amax, spec)
+        return shared
 
     def _hook(self, name: str) -> Any:
         watched = self._watched[self._group_of[name]]
 
         def observe(module: nn.Linear, args: tuple[Tensor, ...]) -> None:
-            self.num_tokens[name] += args[0].numel() // module.in_features
+            self._new_tokens[name] += args[0].numel() // module.in_features
             watched.update(args[0])
 
         return observe

@@ -4,7 +4,7 @@
   run.json             what run it is: model, data, recipe, options, versions
   prelude.json         what was computed before the layers, if anything
   layer-N.json         the report of finished layer N, written when all else of the layer is there
-  hidden-N.safetensors what enters layer N, for the newest N only
+  hidden-N-*           what enters layer N, for the newest N only, see `quantkit.calibrate.moving`
   piece-*, shard-*     the tensors of finished layers, see `quantkit.shards.ShardWriter`
 Each file appears complete or not at all. The journal goes when the run has succeeded, and when it
 has failed in a way that would only repeat itself.
@@ -15,8 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -24,18 +23,15 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from quantkit.calibrate.interrupts import InterruptWatch
-from quantkit.calibrate.layerwise import Batch
+from quantkit.calibrate.moving import Moving
 from quantkit.calibrate.plan import Plan
 from quantkit.calibrate.records import differences, from_json
 from quantkit.calibrate.report import KEEP, LayerReport, ModuleReport, Report
 from quantkit.errors import CheckpointError
 from quantkit.shards import read_json
 from quantkit.staging import MARKER, beside, staged_file, sync_folder
-from quantkit.tensor_file import write_tensors
 
 logger = logging.getLogger("quantkit")
 
@@ -137,42 +133,24 @@ class Journal:
         self._write(PRELUDE, {"prelude": self.prelude})
         sync_folder(self.folder)
 
-    def add(self, report: LayerReport, batches: Sequence[Batch], num_pieces: int) -> None:
+    def add(self, report: LayerReport, moving: Moving, num_pieces: int) -> None:
         """Record the next layer as finished: its tensors are in the first `num_pieces` pieces.
 
-        `batches` hold the layer's outputs, which this makes contiguous, as they will be when read
-        back: kernels may sum in another order where strides differ.
+        `moving` has passed the layer.
         """
         number = len(self.layers)
-        for batch in batches:
-            _make_contiguous(batch)
-        if batches and number + 1 < self._num_kept:
-            states = {
-                f"{place}.{name}": tensor
-                for place, batch in enumerate(batches)
-                for name, tensor in _states(batch)
-            }
-            write_tensors(self._hidden(number + 1), states)
+        if moving and number + 1 < self._num_kept:
+            moving.save(self.folder, number + 1)
         self._write(f"layer-{number:05d}.json", {"pieces": num_pieces, "report": asdict(report)})
         sync_folder(self.folder)
-        with suppress(FileNotFoundError):
-            self._hidden(number).unlink()
+        Moving.forget(self.folder, number + 1)
         self.layers.append(report)
         self.num_pieces = num_pieces
 
-    def restore(self, batches: Sequence[Batch]) -> None:
+    def restore(self, moving: Moving) -> None:
         """Put what enters the first unfinished layer into batches at the door of layer 0."""
-        if not self.layers or not batches or len(self.layers) == self._num_kept:
-            return
-        path = self._hidden(len(self.layers))
-        try:
-            with safe_open(path, framework="pt") as file:
-                for number, batch in enumerate(batches):
-                    _restore(batch, file, f"{number}.")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path} is damaged ({error}), so the unfinished run is lost; start over"
-            ) from None
+        if self.layers and moving and len(self.layers) != self._num_kept:
+            moving.restore(self.folder, len(self.layers))
 
     def _take_up(self) -> None:
         """Read what the unfinished run left."""
@@ -214,9 +192,6 @@ class Journal:
     def _write(self, name: str, value: Any) -> None:
         with staged_file(self.folder / name) as file:
             file.write(json.dumps(value, indent=1).encode())
-
-    def _hidden(self, number: int) -> Path:
-        return self.folder / f"hidden-{number:05d}.safetensors"
 
     @staticmethod
     def size(destination: Path) -> int:
@@ -276,44 +251,3 @@ def _may_pass(error: BaseException) -> bool:
 def _as_json(value: Any) -> Any:
     """Return a value as it will be read back."""
     return json.loads(json.dumps(value))
-
-
-def _shared_states(batch: Batch) -> list[UserDict[str, tuple[Tensor, ...]]]:
-    """Return what the layers of a batch hand on beside hidden states: keys and values, in some."""
-    found: dict[int, UserDict[str, tuple[Tensor, ...]]] = {}
-    for call in batch.calls:
-        for value in (*call.args, *call.kwargs.values()):
-            if isinstance(value, UserDict):
-                found.setdefault(id(value), value)
-    return list(found.values())
-
-
-def _make_contiguous(batch: Batch) -> None:
-    batch.hidden = batch.hidden.contiguous()
-    for shared in _shared_states(batch):
-        for key, tensors in shared.items():
-            shared[key] = tuple(tensor.contiguous() for tensor in tensors)
-
-
-def _states(batch: Batch) -> Iterator[tuple[str, Tensor]]:
-    """Yield all tensors that the next layers need, by the names that `_restore` looks for."""
-    yield "hidden", batch.hidden
-    for place, shared in enumerate(_shared_states(batch)):
-        for key, tensors in shared.items():
-            for part, tensor in enumerate(tensors):
-                yield f"shared.{place}.{part}.{key}", tensor
-
-
-def _restore(batch: Batch, file: Any, prefix: str) -> None:
-    """Read back what `_states` yielded."""
-    device = batch.hidden.device
-    # Copies: the file goes, and its pages are not aligned as kernels like them.
-    batch.hidden = file.get_tensor(f"{prefix}hidden").to(device, copy=True)
-    names = set(file.keys())
-    for place, shared in enumerate(_shared_states(batch)):
-        first = f"{prefix}shared.{place}.0."
-        for key in sorted(n.removeprefix(first) for n in names if n.startswith(first)):
-            parts: list[Tensor] = []
-            while (name := f"{prefix}shared.{place}.{len(parts)}.{key}") in names:
-                parts.append(file.get_tensor(name).to(device, copy=True))
-            shared[key] = tuple(parts)

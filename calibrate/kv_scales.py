@@ -17,6 +17,7 @@ from quantkit.calibrate.amax import AmaxObserver, canonical_kv
 from quantkit.calibrate.attention_probe import AttentionProbe
 from quantkit.calibrate.kv_report import KvReport, measure_kv
 from quantkit.calibrate.kv_search import KvError, choose_scales, plain_scales
+from quantkit.calibrate.ranks import Ranks
 from quantkit.errors import CalibrationError
 from quantkit.numerics import amax_to_scale
 from quantkit.scheme import Granularity, QuantSpec
@@ -58,6 +59,12 @@ class KvObserver:
         self._probe.offer(keys, values)
         self.keys.update(canonical_kv(keys, self.per_head))
         self.values.update(canonical_kv(values, self.per_head))
+
+    def merge(self, ranks: Ranks) -> None:
+        """Take in what the other processes have seen, in the first; samples are its own."""
+        for keys, values in ranks.gather((self.keys.take(), self.values.take())):
+            self.keys.merge_observer(keys)
+            self.values.merge_observer(values)
 
     def scales(self, layer_name: str) -> dict[str, Tensor]:
         """Return {tensor name: scale}: float32 [1], or [kv_heads, 1, 1] with one a head.

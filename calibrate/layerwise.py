@@ -12,42 +12,35 @@ its neighbours, to the last bit.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
-from itertools import groupby
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quantkit.calibrate.batches import Batch, Call, own_blocks
 from quantkit.calibrate.kv_scales import KvObserver, observing_cache
+from quantkit.calibrate.moving import Moving
+from quantkit.calibrate.ranks import ALONE, BLOCK_SEQUENCES, Ranks
 from quantkit.calibrate.skeleton import Skeleton
 from quantkit.errors import UnsupportedError
 
 FEW_TOKENS = 16
 
 
-@dataclass(slots=True)
-class Call:
-    """The arguments of one layer call, with the hidden states taken out."""
+class Watcher(Protocol):
+    """Sees what runs, with hooks of its own, and is told of which sequences it is."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    def begin(self, first: int) -> None:
+        """Learn that the sequences from number `first` on come next."""
 
-
-@dataclass(slots=True)
-class Batch:
-    """One batch on its way through the layers.
-
-    hidden: [sequences, tokens, hidden_size], the input of the next layer. calls: one a layer.
-    """
-
-    hidden: Tensor
-    cache: Any
-    calls: list[Call] = field(default_factory=list)
+    def end_block(self, ranks: Ranks) -> None:
+        """Sum up what was seen of this round, in all processes."""
 
 
 class _EndOfLayersError(Exception):
@@ -91,10 +84,14 @@ class _Recorder(nn.Module):
 
 
 class LayerwiseModel:
-    """Batches of token ids, moved through the decoder layers of a skeleton one layer at a time."""
+    """Batches of token ids, moved through the decoder layers of a skeleton one layer at a time.
 
-    def __init__(self, skeleton: Skeleton) -> None:
+    `ranks` are the processes that do so together, each with batches of its own.
+    """
+
+    def __init__(self, skeleton: Skeleton, ranks: Ranks = ALONE) -> None:
         self.skeleton = skeleton
+        self.ranks = ranks
         parameters = inspect.signature(skeleton.decoder.forward).parameters
         # transformers is renaming the argument.
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
@@ -108,12 +105,37 @@ class LayerwiseModel:
 
         Shapes: each batch [sequences, tokens] int64. Loads the embeddings for it and frees them.
         """
+        with self._embeddings(batches[0]):
+            return [self._record(ids, self._output_size) for ids in batches]
+
+    @torch.no_grad()
+    def start(
+        self, batches: Sequence[Tensor], folder: Path | None = None, begins_at: int = 0
+    ) -> Moving:
+        """As `prepare`, with what is this process's of the batches; see `Moving`."""
+        num_blocks = -(-sum(len(ids) for ids in batches) // BLOCK_SEQUENCES)
+        rounds = self.ranks.num_rounds(num_blocks)
+        moving = Moving(rounds, len(batches), self.ranks, folder, begins_at)
+        with self._embeddings(batches[0]):
+            for block in own_blocks(batches, self.ranks):
+                recorded = [(place, self._record(place.ids, self._output_size)) for place in block]
+                moving.append(
+                    [
+                        replace(batch, first=place.first, tokens_before=place.tokens_before)
+                        for place, batch in recorded
+                    ]
+                )
+        return moving
+
+    @contextmanager
+    def _embeddings(self, first: Tensor) -> Iterator[None]:
+        """Load what comes before the layers; learn from the first batch what layers return."""
         skeleton = self.skeleton
         skeleton.load(skeleton.layer_names[0])
         with skeleton.visit(""):
-            self._output_size = self._probe(batches[0][:1, :2])
-            self._few = self._record(batches[0][:1, :FEW_TOKENS], self._output_size)
-            return [self._record(ids, self._output_size) for ids in batches]
+            self._output_size = self._probe(first[:1, :2])
+            self._few = self._record(first[:1, :FEW_TOKENS], self._output_size)
+            yield
 
     def output_of_few(self, number: int, batch: Batch) -> Tensor:
         """Return layer `number`'s output for a few tokens of a batch: a cheap test of a change."""
@@ -132,6 +154,22 @@ class LayerwiseModel:
             output = self.output(number, batch, batch.hidden)
             batch.cache.observer = None
             yield batch, output
+
+    def watch(
+        self,
+        number: int,
+        rounds: Iterable[Sequence[Batch]],
+        watchers: Sequence[Watcher] = (),
+        observer: KvObserver | None = None,
+    ) -> Iterator[tuple[Batch, Tensor]]:
+        """As `run`, on blocks of batches, in all processes as many; watchers see what runs."""
+        for block in rounds:
+            for batch in block:
+                for watcher in watchers:
+                    watcher.begin(batch.first)
+                yield from self.run(number, [batch], observer)
+            for watcher in watchers:
+                watcher.end_block(self.ranks)
 
     def output(self, number: int, batch: Batch, hidden: Tensor) -> Tensor:
         """Return what layer `number` makes of `hidden`, with the arguments of `batch`.
@@ -155,8 +193,10 @@ class LayerwiseModel:
         return logits
 
     @torch.no_grad()
-    def head_inputs(self, batches: Sequence[Batch]) -> Iterator[Tensor]:
-        """Yield what the output head reads when batches have passed the last layer.
+    def head_inputs(
+        self, rounds: Iterable[Sequence[Batch]]
+    ) -> Iterator[list[tuple[Batch, Tensor]]]:
+        """Yield what the output head reads of the batches of each block, past the last layer.
 
         Shapes: [sequences, tokens, hidden_size] each. Embeddings and head are loaded for it, and
         the head does not run.
@@ -170,11 +210,13 @@ class LayerwiseModel:
         with self.skeleton.visit(""):
             handle = self.skeleton.model.get_output_embeddings().register_forward_pre_hook(stop)
             try:
-                for batch in batches:
-                    ids = torch.zeros(batch.hidden.shape[:2], dtype=torch.int64)
-                    with suppress(_EndOfLayersError):
-                        self.logits(ids, batch.hidden)
-                    yield found.pop()
+                for block in rounds:
+                    for batch in block:
+                        ids = torch.zeros(batch.hidden.shape[:2], dtype=torch.int64)
+                        with suppress(_EndOfLayersError):
+                            self.logits(ids, batch.hidden)
+                    yield list(zip(block, found, strict=True))
+                    found.clear()
             finally:
                 handle.remove()
 
@@ -299,18 +341,3 @@ def _take_hidden(
         return args[0], args[1:], kwargs
     rest = dict(kwargs)
     return rest.pop("hidden_states"), (), rest
-
-
-def make_batches(samples: Sequence[Tensor], batch_size: int) -> list[Tensor]:
-    """Stack samples of equal length, at most `batch_size` together, longest first.
-
-    The first batch is one sequence, on which each layer's error is measured at little cost. The
-    order of equally long samples is kept, so the same samples give the same batches.
-    Shapes: samples [tokens] int64 -> batches [sequences, tokens].
-    """
-    ordered = sorted(samples, key=len, reverse=True)  # stable
-    batches = [ordered[:1]] if ordered else []
-    for _, group in groupby(ordered[1:], key=len):
-        rows = list(group)
-        batches += [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-    return [torch.stack(rows) for rows in batches]

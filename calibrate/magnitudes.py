@@ -18,13 +18,26 @@ class Magnitudes:
 
     def __init__(self, device: torch.device) -> None:
         self.counts = torch.zeros(_FINITE, dtype=torch.float64, device=device)
+        self._new = torch.zeros_like(self.counts)
 
     def add(self, x: Tensor, weights: Tensor | None = None) -> None:
-        """Count numbers. Shapes: x any, weights as x. Infinities and NaN are passed over."""
+        """Count numbers. Shapes: x any, weights as x. Infinities and NaN are passed over.
+
+        They are part of `counts` once they are taken and merged, or asked for.
+        """
         bits = (x.bfloat16().view(torch.int16).flatten() & 0x7FFF).int()
         weights = None if weights is None else weights.double().flatten()
         found = torch.bincount(bits, weights, minlength=_FINITE)
-        self.counts += found[:_FINITE]
+        self._new += found[:_FINITE]
+
+    def take(self) -> Tensor:
+        """Return what was added since the last time."""
+        found, self._new = self._new, torch.zeros_like(self._new)
+        return found
+
+    def merge(self, counts: Tensor) -> None:
+        """Add what `take` returned, here or in another process."""
+        self.counts += counts
 
     @property
     def values(self) -> Tensor:
@@ -34,5 +47,6 @@ class Magnitudes:
 
     def occurring(self) -> tuple[Tensor, Tensor]:
         """Return the magnitudes that occurred, float32 [n] ascending, and their counts [n]."""
+        self.merge(self.take())
         found = self.counts > 0
         return self.values[found], self.counts[found]

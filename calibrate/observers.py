@@ -5,14 +5,15 @@ input seen (`AmaxRange`). A single massive activation then makes all others coar
 up some of the largest inputs, which saturate, for finer steps everywhere else.
 
 An observer of your own is any class with the two methods of `RangeObserver` whose constructor
-takes the weights; give it to `calibrate(..., observer=...)`.
+takes the weights; give it to `calibrate(..., observer=...)`. In a run of several processes it has
+to have those of `SharedObserver` too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -47,6 +48,20 @@ class RangeObserver(Protocol):
         """
 
 
+@runtime_checkable
+class SharedObserver(RangeObserver, Protocol):
+    """One whose data may come from several processes, a few sequences at a time."""
+
+    def take(self) -> Any:
+        """Return, and forget, what was seen since the last time; to be merged, here or elsewhere.
+
+        Any value that can be pickled; tensors stay on their device.
+        """
+
+    def merge(self, part: Any) -> None:
+        """Take in what `take` returned, in the order of the sequences."""
+
+
 ObserverFactory = Callable[[Tensor], RangeObserver]
 """Makes the observer of one input, given the weights that read it, stacked: [rows, channels]."""
 
@@ -64,6 +79,14 @@ class AmaxRange:
     def range(self, fmt: Format) -> float:
         """See `RangeObserver`."""
         return 0.0 if self._observer.amax is None else float(self._observer.amax.item())
+
+    def take(self) -> AmaxObserver:
+        """See `SharedObserver`."""
+        return self._observer.take()
+
+    def merge(self, part: AmaxObserver) -> None:
+        """See `SharedObserver`."""
+        self._observer.merge_observer(part)
 
 
 class PercentileRange:
@@ -86,6 +109,14 @@ class PercentileRange:
         wanted = (self._percentile / 100 * within[-1]).reshape(1)
         place = torch.searchsorted(within, wanted).clamp(max=len(values) - 1)
         return float(values[place].item())
+
+    def take(self) -> Tensor:
+        """See `SharedObserver`."""
+        return self._magnitudes.take()
+
+    def merge(self, part: Tensor) -> None:
+        """See `SharedObserver`."""
+        self._magnitudes.merge(part)
 
 
 class ErrorRange:
@@ -117,6 +148,16 @@ class ErrorRange:
         error, largest = self._best(amax, HEADROOM, fmt)
         clipped_error, clipped = self._best(amax, CLIPPING, fmt)
         return clipped if clipped_error < (1 - CLIPPING_GAIN) * error else largest
+
+    def take(self) -> tuple[AmaxObserver, Tensor]:
+        """See `SharedObserver`."""
+        return self._amax.take(), self._magnitudes.take()
+
+    def merge(self, part: tuple[AmaxObserver, Tensor]) -> None:
+        """See `SharedObserver`."""
+        amax, counts = part
+        self._amax.merge(amax)
+        self._magnitudes.merge(counts)
 
     def _best(self, amax: float, ratios: Sequence[float], fmt: Format) -> tuple[float, float]:
         """Return the least error of the ranges, and the first range that has it."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 import quantkit
+from quantkit.calibrate.batches import make_batches
 from quantkit.calibrate.budget import keep_sensitive, measure_sensitivity, quantized_linears
 from quantkit.calibrate.data import Samples
 from quantkit.calibrate.expert_tokens import scarce_warnings
@@ -24,7 +25,8 @@ from quantkit.calibrate.head import quantize_head
 from quantkit.calibrate.journal import Journal, finished_report
 from quantkit.calibrate.kv_report import kv_warnings
 from quantkit.calibrate.layer import calibrate_layer
-from quantkit.calibrate.layerwise import Batch, LayerwiseModel, make_batches
+from quantkit.calibrate.layerwise import LayerwiseModel
+from quantkit.calibrate.moving import Moving
 from quantkit.calibrate.observers import ObserverFactory
 from quantkit.calibrate.output import CheckpointOutput
 from quantkit.calibrate.plan import Plan
@@ -168,7 +170,7 @@ def _write(
     output = CheckpointOutput(skeleton, shards, dtype)
     batches = make_batches(samples.ids, setup.batch_size) if samples else []
     model = LayerwiseModel(skeleton)
-    moving = model.prepare(batches) if batches else []
+    moving = model.start(batches) if batches else Moving.of([])
     report.sensitivity = _sensitivity(setup.plan, model, batches, journal, options.progress)
     plan = keep_sensitive(setup.plan, report.sensitivity)
     report.layers = _quantize(
@@ -221,7 +223,7 @@ def _warn(report: Report) -> None:
 def _quantize(
     plan: Plan,
     model: LayerwiseModel,
-    moving: Sequence[Batch],
+    moving: Moving,
     output: CheckpointOutput,
     journal: Journal,
     sensitivity: Sensitivity | None,

@@ -20,7 +20,7 @@ from quantkit.calibrate.skeleton import Skeleton
 from quantkit.calibrate.tiers import NO_TIERS, Tiers
 from quantkit.calibrate.weight_tiers import TierChoice, choose_tiers
 from quantkit.checkpoint import check_scale
-from quantkit.numerics import Format, amax_to_scale, fake_quantize, tile_amax
+from quantkit.numerics import Format, amax_to_scale, dequantize, fake_quantize, tile_amax
 from quantkit.scheme import Granularity, QuantSpec
 
 
@@ -69,6 +69,14 @@ class QuantizedLinear:
         # Quantized weights before it in the layer move the inputs a little from those seen.
         if self.input_amax > limit / 2:
             self.inputs_clipped += int((x.abs() > limit).sum())
+
+    def values(self) -> Tensor:
+        """Return the weight that the codes stand for, exact columns in place. float32 [out, in]."""
+        tile, grid = self.spec.tile(*self.codes.shape), self.spec.grid(self.weight_scale)
+        values = dequantize(self.codes, grid, self.spec.fmt, tile)
+        if self.columns is not None and self.exact is not None:
+            values[:, self.columns.cpu()] = self.exact.cpu().float()
+        return values
 
     def tensors(self) -> dict[str, Tensor]:
         """Return what is stored, by the last part of the tensor's name."""

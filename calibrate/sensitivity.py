@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quantkit.calibrate.batches import Batch
 from quantkit.calibrate.groups import engine_group
-from quantkit.calibrate.layerwise import Batch, LayerwiseModel
+from quantkit.calibrate.layerwise import LayerwiseModel
 from quantkit.calibrate.progress import Phase
 from quantkit.calibrate.quantized_layer import fake_quantize_input
 from quantkit.errors import CalibrationError

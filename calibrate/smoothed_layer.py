@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.calibrate.quantized_layer import fake_quantize_input
+from quantkit.calibrate.ranks import ALONE, Ranks
 from quantkit.calibrate.smoothing import (
     ALPHAS,
     ChosenFactors,
@@ -212,27 +213,38 @@ class InputCollector:
     def __init__(self, modules: Mapping[str, nn.Linear], rows_per_call: int = 32) -> None:
         self._rows_per_call = rows_per_call
         self._seen: dict[str, list[_Seen]] = {name: [] for name in modules}
+        self._new: dict[str, list[_Seen]] = {name: [] for name in modules}
         self._last: tuple[Tensor, _Seen] | None = None
         self._handles = [
-            module.register_forward_pre_hook(self._hook(self._seen[name]))
-            for name, module in modules.items()
+            module.register_forward_pre_hook(self._hook(name)) for name, module in modules.items()
         ]
 
-    def _hook(self, seen: list[_Seen]) -> Any:
+    def _hook(self, name: str) -> Any:
         def observe(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             if not args[0].numel():
                 return
             if self._last is None or self._last[0] is not args[0]:
                 self._last = (args[0], _see(args[0], self._rows_per_call))
-            seen.append(self._last[1])
+            self._new[name].append(self._last[1])
 
         return observe
+
+    def begin(self, first: int) -> None:
+        """Announce the sequences from number `first` on: their numbers make no difference."""
+
+    def end_block(self, ranks: Ranks) -> None:
+        """Bring what every process has seen of this round to the first."""
+        found, self._new = self._new, {name: [] for name in self._new}
+        for part in ranks.gather(found):
+            for name, seen in part.items():
+                self._seen[name] += seen
 
     def finish(self) -> InputStatistics:
         """Remove the hooks; return what was seen, without linears that saw no token."""
         for handle in self._handles:
             handle.remove()
         self._last = None
+        self.end_block(ALONE)
         seen = {name: found for name, found in self._seen.items() if found}
         return InputStatistics(
             {name: torch.stack([s.amax for s in all_]).amax(dim=0) for name, all_ in seen.items()},

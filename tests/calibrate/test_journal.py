@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantkit.calibrate.batches import Batch, Call
 from quantkit.calibrate.journal import Interrupted, Journal
-from quantkit.calibrate.layerwise import Batch, Call
+from quantkit.calibrate.moving import Moving
 from quantkit.calibrate.report import LayerReport
 from quantkit.errors import CheckpointError
 
 RUN = {"seed": 0, "recipe": {"name": "r"}}
 
 
-def batches(fill: float, shared: bool = False) -> list[Batch]:
+def batches(fill: float, shared: bool = False) -> Moving:
     """Two batches at the door of layer 0, with a state that layers share if `shared`."""
     made = []
     for size in (2, 1):
@@ -24,11 +25,16 @@ def batches(fill: float, shared: bool = False) -> list[Batch]:
         state: UserDict[str, tuple[torch.Tensor, ...]] = UserDict()
         calls = [Call((), {"shared": state, "mask": None} if shared else {}) for _ in range(3)]
         made.append(Batch(hidden, None, calls))
-    return made
+    return Moving.of(made)
+
+
+def block_of(moving: Moving) -> list[Batch]:
+    (block,) = moving.rounds()
+    return block
 
 
 def interrupted_after(
-    folder: Path, moving: list[Batch], num_done: int, error: BaseException | None = None
+    folder: Path, moving: Moving, num_done: int, error: BaseException | None = None
 ) -> None:
     with Journal(folder / "out", RUN, 3, resume=False) as journal:
         journal.set_prelude({"kept": ["a"]})
@@ -39,7 +45,7 @@ def interrupted_after(
 
 def test_everything_comes_back(tmp_path: Path) -> None:
     moving = batches(0.0)
-    for batch in moving:
+    for batch in block_of(moving):
         batch.hidden = torch.randn(4, 3, batch.hidden.shape[0]).to(torch.bfloat16).transpose(0, 2)
     with pytest.raises(Interrupted, match="after 2 of 3 layers"):
         interrupted_after(tmp_path, moving, 2)
@@ -49,7 +55,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         assert journal.layers == [LayerReport(f"layer{n}", [], 0.1 + n) for n in range(2)]
         fresh = batches(0.0)
         journal.restore(fresh)
-        for before, after in zip(moving, fresh, strict=True):
+        for before, after in zip(block_of(moving), block_of(fresh), strict=True):
             assert torch.equal(before.hidden, after.hidden)
             assert before.hidden.stride() == after.hidden.stride()
     assert list(tmp_path.iterdir()) == []
@@ -57,14 +63,14 @@ def test_everything_comes_back(tmp_path: Path) -> None:
 
 def test_states_that_layers_share_come_back(tmp_path: Path) -> None:
     moving = batches(1.0, shared=True)
-    for batch in moving:
+    for batch in block_of(moving):
         batch.calls[0].kwargs["shared"]["full.attention"] = (torch.randn(2, 3), torch.randn(5))
     with pytest.raises(Interrupted):
         interrupted_after(tmp_path, moving, 1)
     fresh = batches(0.0, shared=True)
     with Journal(tmp_path / "out", RUN, 3, resume=True) as journal:
         journal.restore(fresh)
-    for before, after in zip(moving, fresh, strict=True):
+    for before, after in zip(block_of(moving), block_of(fresh), strict=True):
         old, new = (b.calls[2].kwargs["shared"]["full.attention"] for b in (before, after))
         assert all(torch.equal(x, y) for x, y in zip(old, new, strict=True))
 
@@ -78,7 +84,7 @@ def test_a_prelude_alone_outlasts_a_kill_and_nothing_else(tmp_path: Path, num_do
 
 def test_an_error_of_the_input_removes_it(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
-        interrupted_after(tmp_path, [], 2, CheckpointError("no"))
+        interrupted_after(tmp_path, Moving.of([]), 2, CheckpointError("no"))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,7 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from quantkit.calibrate.layerwise import Batch, LayerwiseModel, make_batches
+from quantkit.calibrate.batches import Batch, make_batches
+from quantkit.calibrate.layerwise import LayerwiseModel
 from quantkit.errors import UnsupportedError
 from tests import tiny
 from tests.calibrate import models

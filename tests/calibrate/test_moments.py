@@ -7,7 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibrate.moments import HOLD_OUT_EVERY, InputMoments, MomentObservers, group_name
+from quantkit.calibrate.moments import (
+    HOLD_OUT_EVERY,
+    InputMoments,
+    MomentObservers,
+    MomentSums,
+    group_name,
+)
 
 CHANNELS = 12
 
@@ -18,10 +24,17 @@ def sequences(count: int = 2 * HOLD_OUT_EVERY + 3, tokens: int = 7, seed: int = 
 
 
 def moments_of(*batches: Tensor) -> InputMoments:
-    moments = InputMoments.empty(CHANNELS, torch.device("cpu"))
+    """Batches begin and end where they like, but for the ends of blocks."""
+    sums, first = MomentSums(CHANNELS, torch.device("cpu")), 0
     for batch in batches:
-        moments.update(batch)
-    return moments
+        rows = batch.unsqueeze(0) if batch.dim() == 2 else batch
+        while len(rows):
+            part = rows[: HOLD_OUT_EVERY - first % HOLD_OUT_EVERY]
+            sums.update(part, first)
+            first, rows = first + len(part), rows[len(part) :]
+            if first % HOLD_OUT_EVERY == 0:
+                sums.end_block()
+    return sums.finish()
 
 
 def gram(rows: Tensor) -> np.ndarray:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.calibrate import Recipe, Report, calibrate, layerwise, load_recipe, pipeline
+from quantkit.calibrate.moving import Moving
 from quantkit.checkpoint import open_checkpoint, read_checkpoint
 from quantkit.errors import (
     CheckpointError,
@@ -478,8 +479,8 @@ class TestFailures:
         kept: list[Any] = []
         monkeypatch.setattr(
             layerwise.LayerwiseModel,
-            "prepare",
-            lambda self, batches: kept.append(self.skeleton) or [],
+            "start",
+            lambda self, batches: kept.append(self.skeleton) or Moving(1, 1),
         )
         with pytest.raises((IndexError, QuantKitError)):
             run(tiny_llama, tmp_path / "out", calibration_file, budget=0)

@@ -404,9 +404,9 @@ class TestFingerprint:
     def test_truncated_hidden_states_are_never_used(
         self, unfinished: Callable[..., Report], tmp_path: Path
     ) -> None:
-        path = tmp_path / ".out.journal" / "hidden-00001.safetensors"
+        path = tmp_path / ".out.journal" / "hidden-00001-00000.safetensors"
         path.write_bytes(path.read_bytes()[:-1])
-        with pytest.raises(CheckpointError, match=r"hidden-00001\.safetensors is damaged"):
+        with pytest.raises(CheckpointError, match=r"hidden-00001-00000\.safetensors is damaged"):
             unfinished(resume=True)
         assert beside(tmp_path) == []
 
@@ -487,7 +487,7 @@ class TestOneAtATime:
 
         monkeypatch.setattr(journal.Journal, "add", adding)
         run()
-        assert found == [["hidden-00001.safetensors"], ["hidden-00002.safetensors"], []]
+        assert found == [["hidden-00001-00000.safetensors"], ["hidden-00002-00000.safetensors"], []]
 
 
 class TestSpace:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.calibrate.moments import HOLD_OUT_EVERY, InputMoments
+from quantkit.calibrate.moments import HOLD_OUT_EVERY, InputMoments, MomentSums
 from quantkit.calibrate.outliers import choose_columns
 from quantkit.calibrate.tiers import NO_TIERS, Tiers
 from quantkit.calibrate.weight_tiers import TierChoice, choose_tiers
@@ -42,9 +42,9 @@ def correlated_inputs(outlier: float = 1.0) -> Tensor:
 
 
 def moments_of(x: Tensor) -> InputMoments:
-    moments = InputMoments.empty(COLUMNS, torch.device("cpu"))
-    moments.update(x)
-    return moments
+    sums = MomentSums(COLUMNS, torch.device("cpu"))
+    sums.update(x, 0)
+    return sums.finish()
 
 
 MOMENTS = moments_of(correlated_inputs())
