@@ -27,6 +27,7 @@ import torch
 from quantkit.calibrate.interrupts import InterruptWatch
 from quantkit.calibrate.moving import Moving
 from quantkit.calibrate.plan import Plan
+from quantkit.calibrate.ranks import LostProcessError
 from quantkit.calibrate.records import differences, from_json
 from quantkit.calibrate.report import KEEP, LayerReport, ModuleReport, Report
 from quantkit.errors import CheckpointError
@@ -76,7 +77,7 @@ class Journal:
         self.num_pieces = 0
         self._run = _as_json(run)
         self._num_layers = num_layers
-        self._num_kept = num_layers + keeps_last  # from here on no hidden states are kept
+        self.num_kept = num_layers + keeps_last  # from here on no hidden states are kept
         self._resume = resume
         self._interrupts = InterruptWatch()
 
@@ -139,7 +140,7 @@ class Journal:
         `moving` has passed the layer.
         """
         number = len(self.layers)
-        if moving and number + 1 < self._num_kept:
+        if moving and number + 1 < self.num_kept:
             moving.save(self.folder, number + 1)
         self._write(f"layer-{number:05d}.json", {"pieces": num_pieces, "report": asdict(report)})
         sync_folder(self.folder)
@@ -149,7 +150,7 @@ class Journal:
 
     def restore(self, moving: Moving) -> None:
         """Put what enters the first unfinished layer into batches at the door of layer 0."""
-        if self.layers and moving and len(self.layers) != self._num_kept:
+        if self.layers and moving and len(self.layers) != self.num_kept:
             moving.restore(self.folder, len(self.layers))
 
     def _take_up(self) -> None:
@@ -241,6 +242,7 @@ def _may_pass(error: BaseException) -> bool:
     passing = (
         KeyboardInterrupt,
         OSError,
+        LostProcessError,
         MemoryError,
         torch.OutOfMemoryError,
         torch.AcceleratorError,

@@ -17,20 +17,20 @@ import torch
 from torch import Tensor
 
 import quantkit
-from quantkit.calibrate.batches import make_batches
-from quantkit.calibrate.budget import keep_sensitive, measure_sensitivity, quantized_linears
+from quantkit.calibrate.budget import keep_sensitive, measure_sensitivity
 from quantkit.calibrate.data import Samples
 from quantkit.calibrate.expert_tokens import scarce_warnings
 from quantkit.calibrate.head import quantize_head
+from quantkit.calibrate.joint_run import SharedWork, calibrated_layers, help_to_calibrate, start
 from quantkit.calibrate.journal import Journal, finished_report
 from quantkit.calibrate.kv_report import kv_warnings
-from quantkit.calibrate.layer import calibrate_layer
 from quantkit.calibrate.layerwise import LayerwiseModel
 from quantkit.calibrate.moving import Moving
 from quantkit.calibrate.observers import ObserverFactory
 from quantkit.calibrate.output import CheckpointOutput
 from quantkit.calibrate.plan import Plan
 from quantkit.calibrate.progress import Phase
+from quantkit.calibrate.ranks import Ranks, join_ranks
 from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.recipe_file import load_recipe
 from quantkit.calibrate.records import from_json
@@ -38,7 +38,6 @@ from quantkit.calibrate.report import LayerReport, Report, zeroed_warnings
 from quantkit.calibrate.sensitivity import Sensitivity
 from quantkit.calibrate.setup import DTYPES, RunOptions, Setup, set_up
 from quantkit.calibrate.source import ModelSource, fingerprint
-from quantkit.checkpoint import cached_layers
 from quantkit.containers import default_container
 from quantkit.errors import CalibrationError, CheckpointError
 from quantkit.shards import MAX_SHARD_BYTES, ShardWriter, write_json
@@ -81,8 +80,8 @@ def calibrate(
         samples: number of calibration samples in all.
         strict_samples: refuse data that gives fewer usable samples; otherwise that is a warning.
         seq_len: tokens per sample; default 2048 or the model's own limit, whichever is less.
-        batch_size: sequences per forward pass; default what suits the device. Changes no result.
-            Mixture-of-experts models take them one by one.
+        batch_size: sequences per forward pass, 8 at most; default what suits the device. Changes no
+            result. Mixture-of-experts models take them one by one.
         seed: chooses samples; nothing else is random.
         kv: "fp8", "fp8-head", "fp8-e3m4" or "none"; default as the recipe says.
         tiers: "none" for plain rounding, or those of the recipe's tiers to use, with commas
@@ -108,33 +107,42 @@ def calibrate(
     Returns a Report; str(report) is the table that the command line shows. Raises QuantKitError
     with the cause, the object at fault and what to do; then `output` is as it was before. While a
     run lasts, another one with the same `output` is refused.
+
+    Under torchrun the processes share the work, and the result is the same; in all but the first
+    the Report is of the plan alone.
     """
-    chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    chosen = chosen.with_options(kv, tuple(ignore), tiers, budget, head, observer)
-    options = RunOptions(
-        data=tuple(data),
-        samples=samples,
-        strict_samples=strict_samples,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        seed=seed,
-        dtype=dtype,
-        dry_run=dry_run,
-        resume=resume,
-        chat_template=chat_template,
-        max_shard_bytes=max_shard_bytes,
-        progress=progress,
-    )
-    destination = None if dry_run else _destination(output, model)
-    setup = set_up(model, chosen, options, device, trust_remote_code)
-    if destination is None:
-        return Report(setup.plan)
-    check_free_space(destination, setup.peak_bytes - Journal.size(destination))
-    with StagedFolder(destination) as stage:
-        return _run(setup, options, destination, stage)
+    with join_ranks() as ranks:
+        with ranks.agreeing():
+            chosen = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
+            chosen = chosen.with_options(kv, tuple(ignore), tiers, budget, head, observer)
+            options = RunOptions(
+                data=tuple(data),
+                samples=samples,
+                strict_samples=strict_samples,
+                seq_len=seq_len,
+                batch_size=batch_size,
+                seed=seed,
+                dtype=dtype,
+                dry_run=dry_run,
+                resume=resume,
+                chat_template=chat_template,
+                max_shard_bytes=max_shard_bytes,
+                progress=progress,
+            )
+            destination = None if dry_run else _destination(output, model)
+            setup = set_up(model, chosen, options, device, trust_remote_code, ranks)
+        if destination is None:
+            return Report(setup.plan)
+        if not ranks.is_first:
+            return help_to_calibrate(setup, destination, ranks)
+        check_free_space(destination, setup.peak_bytes - Journal.size(destination))
+        with StagedFolder(destination) as stage:
+            return _run(setup, options, destination, stage, ranks)
 
 
-def _run(setup: Setup, options: RunOptions, destination: Path, stage: StagedFolder) -> Report:
+def _run(
+    setup: Setup, options: RunOptions, destination: Path, stage: StagedFolder, ranks: Ranks
+) -> Report:
     """Read the data, quantize into `stage`, and let the checkpoint appear."""
     source = setup.source
     with Phase("checking weights", len(source.names), quiet=True) as phase:
@@ -144,12 +152,13 @@ def _run(setup: Setup, options: RunOptions, destination: Path, stage: StagedFold
     if options.resume and not Journal.size(destination):
         finished = finished_report(destination, setup.plan, report.provenance)
         if finished is not None:
+            ranks.broadcast(None)
             return finished
     run = _fingerprint(report.provenance, setup, options.max_shard_bytes)
     num_layers = len(setup.skeleton.layers)
     has_head = any(module.layer is None for module in setup.plan.quantized)
     with Journal(destination, run, num_layers, options.resume, has_head) as journal:
-        _write(setup, options, stage.path, journal, samples, report)
+        _write(setup, options, stage.path, journal, samples, report, ranks)
         stage.commit()
     return report
 
@@ -161,6 +170,7 @@ def _write(
     journal: Journal,
     samples: Samples | None,
     report: Report,
+    ranks: Ranks,
 ) -> None:
     """Write the whole checkpoint into `folder`, and what was done into `report`."""
     skeleton, dtype = setup.skeleton, DTYPES[options.dtype]
@@ -168,11 +178,13 @@ def _write(
         folder, options.max_shard_bytes, work=journal.folder, num_pieces=journal.num_pieces
     )
     output = CheckpointOutput(skeleton, shards, dtype)
-    batches = make_batches(samples.ids, setup.batch_size) if samples else []
-    model = LayerwiseModel(skeleton)
-    moving = model.start(batches) if batches else Moving.of([])
+    work = ranks.broadcast(
+        SharedWork(samples.ids if samples else [], len(journal.layers), journal.num_kept)
+    )
+    model = LayerwiseModel(skeleton, ranks)
+    batches, moving = start(setup, model, work, journal.folder)
     report.sensitivity = _sensitivity(setup.plan, model, batches, journal, options.progress)
-    plan = keep_sensitive(setup.plan, report.sensitivity)
+    plan = keep_sensitive(setup.plan, ranks.broadcast(report.sensitivity))
     report.layers = _quantize(
         plan, model, moving, output, journal, report.sensitivity, options.progress
     )
@@ -233,25 +245,15 @@ def _quantize(
 
     Layers that the journal has are passed over, and it gets each of the others.
     """
-    skeleton = model.skeleton
-    chosen = quantized_linears(plan, skeleton)
-    cached = set(cached_layers(skeleton.model.config.to_dict()))
-    finished = len(journal.layers)
+    skeleton, finished = model.skeleton, len(journal.layers)
     for layer in skeleton.layer_names[:finished]:
         output.skip(f"{skeleton.disk_name(layer)}.")
-        skeleton.unload(layer)
     journal.restore(moving)
     total = len(skeleton.layers)
     with Phase("layer", total, quiet=not progress, done=finished) as phase:
-        for number, layer in list(enumerate(skeleton.layer_names))[finished:]:
-            skeleton.load(layer)
-            modules = {name: m for name, m in chosen.items() if name.startswith(f"{layer}.")}
-            kv_spec = None if number in plan.kv_ignored else plan.recipe.kv_spec
-            result = calibrate_layer(
-                model, number, moving, plan.recipe, modules, number in cached, kv_spec
-            )
-            output.write(f"{skeleton.disk_name(layer)}.", result.tensors)
-            skeleton.unload(layer)
+        for number, result in calibrated_layers(plan, model, moving, finished):
+            prefix = f"{skeleton.disk_name(skeleton.layer_names[number])}."
+            output.write(prefix, result.tensors)
             result.report.add_sensitivity(plan, number, sensitivity)
             journal.add(result.report, moving, output.flush())
             error = result.report.output_sqnr_db

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from quantkit.errors import CalibrationError, first_line
+from quantkit.errors import CalibrationError, QuantKitError, first_line
 
 BLOCK_SEQUENCES = 8
 """Sequences that are summed up, stored and handed to a process together."""
@@ -75,6 +75,7 @@ class Ranks:
                 f"process {self.rank + 1} of {self.size} finds no GPU of its own: this machine has "
                 f"{torch.cuda.device_count()}; start that many with --nproc-per-node"
             )
+        torch.cuda.set_device(number)
         return torch.device("cuda", number)
 
     @staticmethod
@@ -117,6 +118,24 @@ class Ranks:
         """Return the values of all processes, but None, in order, in the first; elsewhere none."""
         found = [self.send(value, source, 0) for source in range(self.size)]
         return [each for each in found if each is not None] if self.is_first else []
+
+    @contextmanager
+    def agreeing(self) -> Iterator[None]:
+        """Do something in every process: a QuantKitError in one ends it in all.
+
+        It is raised where it came first, and in the others a LostProcessError.
+        """
+        error: QuantKitError | None = None
+        try:
+            yield
+        except QuantKitError as failed:
+            error = failed
+        messages = self.share(None if error is None else str(error))
+        first = next((rank for rank, each in enumerate(messages) if each is not None), None)
+        if first == self.rank and error is not None:
+            raise error
+        if first is not None:
+            raise LostProcessError(f"process {first + 1} of {self.size}: {messages[first]}")
 
     def wait(self) -> None:
         """Return when every process has come here."""

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 
 from quantkit.calibrate.data import Samples, effective_seq_len, load_samples
+from quantkit.calibrate.free_memory import free_bytes
 from quantkit.calibrate.output import bytes_of_dtype, peak_bytes
 from quantkit.calibrate.plan import Plan, make_plan
+from quantkit.calibrate.ranks import ALONE, Ranks
 from quantkit.calibrate.recipe import Recipe
 from quantkit.calibrate.self_data import generate_samples
 from quantkit.calibrate.skeleton import Skeleton
@@ -25,6 +27,8 @@ scales in every dtype. It has the range of float32."""
 BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Tokens per batch when no batch size is given: what fits a CPU's caches, or fills a GPU."""
 DEFAULT_SEQ_LEN = 2048
+HIDDEN_SHARE = 0.5
+"""Of the free memory: what hidden states may take of it before they live on the disk."""
 DTYPES = {
     "auto": None,
     "bfloat16": torch.bfloat16,
@@ -78,6 +82,14 @@ class Setup:
     peak_bytes: int
     notes: tuple[str, ...] = ()
 
+    def spills(self, ranks: Ranks, num_tokens: int) -> bool:
+        """Whether what this process has of so many tokens is too much to keep in memory."""
+        device = self.skeleton.device
+        free = free_bytes(device)
+        own = _hidden_bytes(self.skeleton, num_tokens) // ranks.size
+        sharing = ranks.num_on_this_machine() if device.type == "cpu" else 1
+        return free is not None and own > HIDDEN_SHARE * free / sharing
+
     def load_samples(self, options: RunOptions) -> Samples | None:
         """Return the calibration samples; None where the recipe needs none."""
         if not self.plan.recipe.needs_data:
@@ -97,11 +109,16 @@ class Setup:
 
 
 def set_up(
-    model: str | Path, recipe: Recipe, options: RunOptions, device: str, trust_remote_code: bool
+    model: str | Path,
+    recipe: Recipe,
+    options: RunOptions,
+    device: str,
+    trust_remote_code: bool,
+    ranks: Ranks = ALONE,
 ) -> Setup:
     """Open a model and plan its run; raises QuantKitError for what cannot be done."""
     source = open_source(model, trust_remote_code)
-    skeleton = Skeleton(source, source.config(), COMPUTE_DTYPE, _device(device))
+    skeleton = Skeleton(source, source.config(), COMPUTE_DTYPE, ranks.device(_device(device)))
     reads_data = recipe.needs_data and not options.dry_run
     tokenizer = source.tokenizer() if reads_data else None
     length, note = _sample_length(skeleton, tokenizer, options.seq_len)

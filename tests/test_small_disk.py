@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from quantkit.calibrate import calibrate, pipeline
+from quantkit.calibrate import calibrate, joint_run
 from quantkit.errors import CheckpointError
 from quantkit.export import export, exporting
 from tests import checkpoints, tiny
@@ -65,14 +65,14 @@ def fill(disk: Path, leave: int = 0) -> None:
 
 def fill_when_it_starts_writing(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let another process take the space after it was found to be there."""
-    layer = pipeline.calibrate_layer
+    layer = joint_run.calibrate_layer
 
     def filling_layer(model: Any, number: int, *args: Any, **kwargs: Any) -> Any:
         if number == 1:
             fill(disk)
         return layer(model, number, *args, **kwargs)
 
-    monkeypatch.setattr(pipeline, "calibrate_layer", filling_layer)
+    monkeypatch.setattr(joint_run, "calibrate_layer", filling_layer)
     monkeypatch.setattr(exporting, "check_free_space", lambda *_: fill(disk, 16_384))
 
 
@@ -87,7 +87,7 @@ def names(folder: Path) -> set[str]:
 def test_b28_a_disk_that_is_too_small_is_found_before_any_work(
     write: Write, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "calibrate_layer", None)
+    monkeypatch.setattr(joint_run, "calibrate_layer", None)
     (disk / "filler").write_bytes(bytes(MEGABYTE - 20_000))
     with pytest.raises(CheckpointError, match=r"needs [\d,]+ bytes and the disk has [\d,]+ free"):
         write(disk / "out")
@@ -120,7 +120,7 @@ def test_b28_a_disk_that_fills_up_leaves_what_was_there(
 def test_b28_a_read_only_disk_is_found_before_any_work(
     write: Write, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline, "calibrate_layer", None)
+    monkeypatch.setattr(joint_run, "calibrate_layer", None)
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     with pytest.raises(CheckpointError, match=rf"^{re.escape(str(disk))} is not a writable folder"):
         write(disk / "out")

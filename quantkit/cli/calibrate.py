@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import json
+import logging
 import sys
 import threading
 from pathlib import Path
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
     from quantkit.calibrate.plan import Plan
     from quantkit.calibrate.report import Report
 
-INTERRUPTED = 130
-"""The exit code after Ctrl-C, as everywhere in the command line."""
+INTERRUPTED, BAD_INPUT = 130, 2
+"""Exit codes after Ctrl-C and after an error, as everywhere in the command line."""
 
 
 def calibrate(
@@ -54,7 +55,9 @@ def calibrate(
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(help="Sequences at once; changes no result. [default: what suits the device]"),
+        typer.Option(
+            help="Sequences at once, 8 at most; changes no result. [default: what suits the device]"
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(help="Chooses the samples.")] = 0,
     kv: Annotated[
@@ -123,7 +126,11 @@ def calibrate(
     sys.unraisablehook = _keep_interrupt
     from quantkit.calibrate import calibrate as run
     from quantkit.calibrate.journal import Interrupted
+    from quantkit.calibrate.ranks import LostProcessError, is_helper
 
+    helps = is_helper()  # of several processes the first speaks, but of what it cannot know
+    if helps:
+        logging.getLogger("quantkit").setLevel(logging.ERROR)
     try:
         report = run(
             model,
@@ -147,10 +154,18 @@ def calibrate(
             resume=resume,
             chat_template=chat_template,
             trust_remote_code=trust_remote_code,
+            progress=not helps,
         )
     except Interrupted as interrupted:
         note(str(interrupted))
         raise typer.Exit(INTERRUPTED) from None
+    except (KeyboardInterrupt, LostProcessError) as error:
+        if not helps:
+            raise
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        raise typer.Exit(INTERRUPTED if is_interrupt else BAD_INPUT) from None
+    if helps:
+        return
     if as_json:
         value = (
             _plan_json(report.plan) if dry_run else {"path": str(report.path), **report.to_json()}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from quantkit import tensor_file
-from quantkit.calibrate import calibrate, journal, pipeline
+from quantkit.calibrate import calibrate, joint_run, journal
 from tests.forked import in_child
 
 WATCHED = ("fsync", "rename", "replace", "unlink", "mkdir", "link")
@@ -60,7 +60,7 @@ class Disk:
 
 def watch_layers(log: Path) -> None:
     """Note in a file which layers run, and which are finished for good."""
-    run, add = pipeline.calibrate_layer, journal.Journal.add
+    run, add = joint_run.calibrate_layer, journal.Journal.add
 
     def note(word: str, number: int) -> None:
         with log.open("a") as file:
@@ -75,7 +75,7 @@ def watch_layers(log: Path) -> None:
         add(self, *args)
         note("done", number)
 
-    pipeline.calibrate_layer = running
+    joint_run.calibrate_layer = running
     journal.Journal.add = adding  # type: ignore[method-assign]
 
 

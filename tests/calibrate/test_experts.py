@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit import load_fp8
-from quantkit.calibrate import Recipe, Report, calibrate, load_recipe, pipeline
+from quantkit.calibrate import Recipe, Report, calibrate, joint_run, load_recipe
 from quantkit.calibrate.expert_tokens import ENOUGH_SHARE, ExpertReach, scarce_warnings
 from quantkit.calibrate.groups import engine_group, expert_of, kind_of
 from quantkit.calibrate.plan import make_plan
@@ -284,7 +284,7 @@ class TestRepeatable:
         self, model_of: ModelOf, run: Run, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         whole = contents(run(model_of("mixtral"), "whole", **self.OPTIONS))
-        original = pipeline.calibrate_layer
+        original = joint_run.calibrate_layer
 
         def stopping(model: Any, number: int, *args: Any, **kwargs: Any) -> Any:
             if number == 1:
@@ -292,7 +292,7 @@ class TestRepeatable:
             return original(model, number, *args, **kwargs)
 
         with monkeypatch.context() as patch:
-            patch.setattr(pipeline, "calibrate_layer", stopping)
+            patch.setattr(joint_run, "calibrate_layer", stopping)
             with pytest.raises(MemoryError):
                 run(model_of("mixtral"), "resumed", **self.OPTIONS)
         assert contents(run(model_of("mixtral"), "resumed", resume=True, **self.OPTIONS)) == whole

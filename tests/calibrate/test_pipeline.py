@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit.calibrate import Recipe, Report, calibrate, layerwise, load_recipe, pipeline
+from quantkit.calibrate import Recipe, Report, calibrate, joint_run, layerwise, load_recipe
 from quantkit.calibrate.moving import Moving
 from quantkit.checkpoint import open_checkpoint, read_checkpoint
 from quantkit.errors import (
@@ -421,14 +421,14 @@ class TestFailures:
     @pytest.fixture
     def failing(self, monkeypatch: pytest.MonkeyPatch) -> type[Exception]:
         """Let the second layer fail. (An interrupt leaves what --resume needs: test_resume.)"""
-        original = pipeline.calibrate_layer
+        original = joint_run.calibrate_layer
 
         def fail(model: Any, number: int, *args: Any, **kwargs: Any) -> Any:
             if number == 1:
                 raise ValueError("boom")
             return original(model, number, *args, **kwargs)
 
-        monkeypatch.setattr(pipeline, "calibrate_layer", fail)
+        monkeypatch.setattr(joint_run, "calibrate_layer", fail)
         return ValueError
 
     def test_leave_no_output_and_nothing_beside_it(
@@ -480,7 +480,7 @@ class TestFailures:
         monkeypatch.setattr(
             layerwise.LayerwiseModel,
             "start",
-            lambda self, batches: kept.append(self.skeleton) or Moving(1, 1),
+            lambda self, *args: kept.append(self.skeleton) or Moving(1, 1),
         )
         with pytest.raises((IndexError, QuantKitError)):
             run(tiny_llama, tmp_path / "out", calibration_file, budget=0)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from quantkit.calibrate import Report, calibrate, journal, pipeline
+from quantkit.calibrate import Report, calibrate, joint_run, journal, pipeline
 from quantkit.calibrate.journal import Interrupted
 from quantkit.errors import CalibrationError, CheckpointError, DataError
 from tests import tiny
@@ -48,26 +48,26 @@ def stop_in_layer(
     monkeypatch: pytest.MonkeyPatch, number: int, error: BaseException
 ) -> Callable[[], None]:
     """Let calibrating layer `number` raise; the function that is returned undoes it."""
-    original = pipeline.calibrate_layer
+    original = joint_run.calibrate_layer
 
     def stopping(model: Any, layer: int, *args: Any, **kwargs: Any) -> Any:
         if layer == number:
             raise error
         return original(model, layer, *args, **kwargs)
 
-    monkeypatch.setattr(pipeline, "calibrate_layer", stopping)
-    return lambda: monkeypatch.setattr(pipeline, "calibrate_layer", original)
+    monkeypatch.setattr(joint_run, "calibrate_layer", stopping)
+    return lambda: monkeypatch.setattr(joint_run, "calibrate_layer", original)
 
 
 def count_layers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that gets the number of every layer that is calibrated."""
-    original, ran = pipeline.calibrate_layer, list[int]()
+    original, ran = joint_run.calibrate_layer, list[int]()
 
     def counting(model: Any, number: int, *args: Any, **kwargs: Any) -> Any:
         ran.append(number)
         return original(model, number, *args, **kwargs)
 
-    monkeypatch.setattr(pipeline, "calibrate_layer", counting)
+    monkeypatch.setattr(joint_run, "calibrate_layer", counting)
     return ran
 
 
@@ -181,7 +181,7 @@ class TestCtrlC:
         layer: int,
         expected: type[BaseException],
     ) -> None:
-        original = pipeline.calibrate_layer
+        original = joint_run.calibrate_layer
 
         def in_c(model: Any, number: int, *args: Any, **kwargs: Any) -> Any:
             if number < layer:
@@ -193,7 +193,7 @@ class TestCtrlC:
                 raise ValueError("could not determine the shape of a storage") from None
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        monkeypatch.setattr(pipeline, "calibrate_layer", in_c)
+        monkeypatch.setattr(joint_run, "calibrate_layer", in_c)
         with pytest.raises(expected) as caught:
             run()
         assert type(caught.value) is expected
@@ -458,7 +458,7 @@ class TestOneAtATime:
     def test_a_second_run_is_refused_while_the_first_lasts(
         self, run: Callable[..., Report], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
-        original = pipeline.calibrate_layer
+        original = joint_run.calibrate_layer
         messages = []
 
         def nested(*args: Any, **kwargs: Any) -> Any:
@@ -467,7 +467,7 @@ class TestOneAtATime:
             messages.append(str(caught.value))
             return original(*args, **kwargs)
 
-        monkeypatch.setattr(pipeline, "calibrate_layer", nested)
+        monkeypatch.setattr(joint_run, "calibrate_layer", nested)
         run()
         assert len(messages) == 3
         assert messages[0] == (
