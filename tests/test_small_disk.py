@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from quantkit.calibrate import calibrate, joint_run
+from quantkit.calibrate import calibrate, joint_run, setup
 from quantkit.errors import CheckpointError
 from quantkit.export import export, exporting
 from tests import checkpoints, tiny
@@ -115,6 +115,14 @@ def test_b28_a_disk_that_fills_up_leaves_what_was_there(
     write(disk / "out", resume=True)
     assert contents(disk / "out") == contents(tmp_path / "expected" / "out")
     assert names(disk) == {"out"}
+
+
+@pytest.mark.parametrize("write", ["calibrate"], indirect=True)
+def test_b28_neither_do_hidden_states_that_find_no_space(
+    write: Write, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(setup, "HIDDEN_SHARE", 0.0)
+    test_b28_a_disk_that_fills_up_leaves_what_was_there(write, disk, tmp_path, monkeypatch, False)
 
 
 def test_b28_a_read_only_disk_is_found_before_any_work(

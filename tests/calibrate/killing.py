@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from quantkit import tensor_file
-from quantkit.calibrate import calibrate, joint_run, journal
+from quantkit.calibrate import calibrate, joint_run, journal, setup
+from quantkit.calibrate.setup import HIDDEN_SHARE
 from tests.forked import in_child
 
 WATCHED = ("fsync", "rename", "replace", "unlink", "mkdir", "link")
@@ -166,6 +167,7 @@ def main(data: str, folder: str, variants: str) -> None:
     for name, (model, points, options) in json.loads(variants).items():
         root = Path(folder) / name
         root.mkdir(parents=True)
+        setup.HIDDEN_SHARE = options.pop("hidden_share", HIDDEN_SHARE)
         results[name] = kill_all({"model": model, "data": [data], **options}, root, points)
     print(json.dumps(results))
 

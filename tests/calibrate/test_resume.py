@@ -85,6 +85,7 @@ KILLS: dict[str, tuple[Any, Any]] = {
     "all tiers": (40, 10),
     "without data": (30, 10),
     "shared keys": (120, 30),
+    "spilled": (60, 8),
 }
 """Where to kill: in the suite, and in the long run. A step, or trials of several kills each."""
 
@@ -94,6 +95,7 @@ KILL_OPTIONS: dict[str, dict[str, Any]] = {
     "all tiers": {"samples": 4, "budget": 1.4, "tiers": None},
     "without data": {"samples": 4, "kv": "none", "tiers": "none"},
     "shared keys": OPTIONS,
+    "spilled": {**OPTIONS, "samples": 10, "hidden_share": 0.0},
 }
 
 Kill = Callable[[int], dict[str, Any]]
