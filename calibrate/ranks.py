@@ -14,6 +14,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,6 +32,8 @@ BLOCK_SEQUENCES = 8
 """Sequences that are summed up, stored and handed to a process together."""
 TIMEOUT = timedelta(hours=2)
 """How long to wait for a process that neither answers nor ends: some wait while one reads data."""
+LINGER_SECONDS = 1.0
+"""How long those stay that have nothing to say: when one ends, torchrun ends them all."""
 _PIECE_BYTES = 1 << 30
 _FAILED = "quantkit/failed"
 
@@ -154,7 +157,9 @@ class Ranks:
     ) -> None:
         if self.size == 1:
             return
-        if error is not None and not isinstance(error, LostProcessError):
+        if isinstance(error, LostProcessError) and not self.is_first:
+            time.sleep(LINGER_SECONDS)
+        elif error is not None and not isinstance(error, LostProcessError):
             self._leave_word(error)
         dist.destroy_process_group()
 
