@@ -39,6 +39,16 @@ def sample_gumbel(scores: Tensor, keys: Tensor) -> Tensor:
     return chosen
 
 
+def nucleus_bound(probabilities: Tensor, top_p: float) -> Tensor:
+    """Return the probability of the last token needed to reach the mass `top_p`, 0 if none does.
+
+    Tokens with less are excluded; in the order of their probabilities, those are what remains when
+    the mass is reached. Shapes: float32 [rows, vocab], contiguous -> float32 [rows, 1].
+    """
+    bound: Tensor = torch.ops.quantkit.nucleus_bound(probabilities, top_p)
+    return bound
+
+
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     """Return standard Gumbel noise `-log(-log(u))` for every pair of a key and a token id.
 
@@ -65,6 +75,7 @@ def _logical_shift(bits: Tensor, count: int) -> Tensor:
 
 
 torch.library.define("quantkit::argmax_rows", "(Tensor scores) -> Tensor")
+torch.library.define("quantkit::nucleus_bound", "(Tensor probabilities, float top_p) -> Tensor")
 torch.library.define("quantkit::sample_gumbel", "(Tensor scores, Tensor keys) -> Tensor")
 
 
@@ -77,8 +88,26 @@ def _sample_gumbel_reference(scores: Tensor, keys: Tensor) -> Tensor:
     return gumbel(keys, token_ids).add_(scores).argmax(dim=-1)
 
 
+def _nucleus_bound_reference(probabilities: Tensor, top_p: float) -> Tensor:
+    # Sorting a whole vocabulary costs more than a decode step of a small model, and the nucleus is
+    # nearly always found in its head.
+    vocab = probabilities.shape[-1]
+    for count in (256, 8192, vocab):
+        largest = probabilities.topk(min(count, vocab)).values
+        mass = largest.double().cumsum(dim=-1)
+        if bool((mass[:, -1] >= top_p).all()):
+            break
+    # A token is needed while those before it have not reached the mass.
+    needed = (mass - largest < top_p).sum(dim=-1, keepdim=True)
+    return largest.gather(-1, needed.clamp(min=1) - 1)
+
+
 def _argmax_rows_fake(scores: Tensor) -> Tensor:
     return scores.new_empty(scores.shape[:1], dtype=torch.int64)
+
+
+def _nucleus_bound_fake(probabilities: Tensor, top_p: float) -> Tensor:
+    return probabilities.new_empty(probabilities.shape[0], 1)
 
 
 def _sample_gumbel_fake(scores: Tensor, keys: Tensor) -> Tensor:
@@ -86,6 +115,8 @@ def _sample_gumbel_fake(scores: Tensor, keys: Tensor) -> Tensor:
 
 
 torch.library.impl("quantkit::argmax_rows", "default")(_argmax_rows_reference)
+torch.library.impl("quantkit::nucleus_bound", "default")(_nucleus_bound_reference)
 torch.library.impl("quantkit::sample_gumbel", "default")(_sample_gumbel_reference)
 torch.library.register_fake("quantkit::argmax_rows", _argmax_rows_fake)
 torch.library.register_fake("quantkit::sample_gumbel", _sample_gumbel_fake)
+torch.library.register_fake("quantkit::nucleus_bound", _nucleus_bound_fake)

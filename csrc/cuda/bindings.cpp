@@ -27,4 +27,5 @@ STABLE_TORCH_LIBRARY_IMPL(quantkit, CUDA, library) {
   library.impl("paged_attention", TORCH_BOX(&quantkit::cuda::paged_attention));
   library.impl("argmax_rows", TORCH_BOX(&quantkit::cuda::argmax_rows));
   library.impl("sample_gumbel", TORCH_BOX(&quantkit::cuda::sample_gumbel));
+  library.impl("nucleus_bound", TORCH_BOX(&quantkit::cuda::nucleus_bound));
 }

@@ -70,5 +70,6 @@ Tensor paged_attention(Tensor query, Tensor k_cache, Tensor v_cache, std::option
 // sampling.cu
 Tensor argmax_rows(Tensor scores);
 Tensor sample_gumbel(Tensor scores, Tensor keys);
+Tensor nucleus_bound(Tensor probabilities, double top_p);
 
 }  // namespace quantkit::cuda

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
+from quantkit.runtime.sending import send_numbers
 from quantkit.sampling_ops import argmax_rows, sample_gumbel
 
 
@@ -28,4 +28,4 @@ def gumbel_argmax(scores: Tensor, keys: Sequence[int]) -> Tensor:
     Shapes: scores float32 [rows, vocab], -inf where a token is excluded; one key a row -> int64
     [rows].
     """
-    return sample_gumbel(scores.contiguous(), torch.tensor(list(keys), device=scores.device))
+    return sample_gumbel(scores.contiguous(), send_numbers(keys, scores.device))

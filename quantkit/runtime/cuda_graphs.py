@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.runtime.kv_cache import CacheStep, PagedCache
+from quantkit.runtime.sending import send
 
 MAX_GRAPHS: Final = 16
 """Graphs kept for one cache; the one not used for longest goes first. Each holds activations."""
@@ -113,7 +114,7 @@ class StepGraphs:
         if step.is_prefill or shape not in graphs:
             if not step.is_prefill:
                 graphs[shape] = None
-            return self._run(input_ids.to(self._device), cache, step.to(self._device))
+            return self._run(send(input_ids, self._device), cache, step.to(self._device))
         recorded = graphs[shape] or self._record(input_ids, cache, step)
         graphs[shape] = recorded
         graphs.move_to_end(shape)

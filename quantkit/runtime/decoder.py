@@ -32,6 +32,7 @@ from quantkit.runtime.rotation_switch import RotationSwitch
 from quantkit.runtime.rotations import Rotations
 from quantkit.runtime.saturation import Saturation
 from quantkit.runtime.scaled_linear import after_add_norm, after_norm
+from quantkit.runtime.sending import send
 from quantkit.runtime.shapes import ModelShape
 from quantkit.runtime.weights import WeightSource
 
@@ -123,7 +124,7 @@ class Decoder:
         hidden = self.hidden(input_ids, sequences, num_new_tokens, cache)
         if last_only and len(sequences) < len(hidden):
             ends = torch.tensor(num_new_tokens).cumsum(dim=0) - 1
-            hidden = hidden[ends.to(self.device)]
+            hidden = hidden[send(ends, self.device)]
         return self.head(hidden)
 
     @torch.inference_mode()
@@ -224,7 +225,7 @@ class Decoder:
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         """Return what enters the first layer. Shapes: int64 [tokens] -> [tokens, hidden_size]."""
-        hidden = F.embedding(input_ids.to(self._placement.embedding), self._embedding)
+        hidden = F.embedding(send(input_ids, self._placement.embedding), self._embedding)
         return hidden if self._multiplier == 1.0 else hidden * self._multiplier
 
     def _step_angles(self, step: CacheStep) -> list[tuple[Tensor, Tensor]]:

@@ -20,6 +20,7 @@ from quantkit.errors import CheckpointError, GenerationError
 from quantkit.numerics import E4M3, Format
 from quantkit.qkv_ops import fp8_qkv_append
 from quantkit.runtime.saturation import Saturation, keys_of, values_of
+from quantkit.runtime.sending import send
 
 BLOCK_SIZE = 16
 """Tokens per block: small enough to waste little, large enough for one gather per block."""
@@ -93,11 +94,11 @@ class CacheStep:
             return self
         return replace(
             self,
-            positions=self.positions.to(device),
-            slots=self.slots.to(device),
-            block_tables=self.block_tables.to(device),
-            lengths=self.lengths.to(device),
-            query_starts=self.query_starts.to(device),
+            positions=send(self.positions, device),
+            slots=send(self.slots, device),
+            block_tables=send(self.block_tables, device),
+            lengths=send(self.lengths, device),
+            query_starts=send(self.query_starts, device),
         )
 
 

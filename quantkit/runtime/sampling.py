@@ -10,6 +10,7 @@ draft at some position chooses what plain decoding chooses there. Greedy uses no
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,9 +21,15 @@ from quantkit.errors import GenerationError
 from quantkit.runtime.choice import argmax, gumbel_argmax
 from quantkit.runtime.noise import noise_key
 from quantkit.runtime.params import ResolvedParams
+from quantkit.runtime.sending import send_numbers
+from quantkit.sampling_ops import nucleus_bound
 
 MIN_TEMPERATURE = 1e-30
 """A smaller one would not be a normal float32; this one is greedy already, up to exact ties."""
+
+
+NO_TOKEN = -1
+"""In place of a token where a row of logits is not finite, or nothing is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +49,33 @@ class Prefix:
 def sample(logits: Tensor, prefixes: Sequence[Prefix], params: ResolvedParams) -> Tensor:
     """Choose the next token of every row.
 
-    Shapes: logits float32 [rows, vocab], one Prefix a row -> int64 [rows]. `logits` is not changed.
+    Shapes: logits float32 [rows, vocab], one Prefix a row -> int64 [rows], on the CPU: of a GPU
+    nothing but this answer is waited for. `logits` is not changed.
     Raises GenerationError where a row is not finite or every token is forbidden.
     """
+    if logits.device.type != "cpu":
+        chosen = choose(logits, prefixes, params).cpu()
+        _require((chosen != NO_TOKEN).tolist(), logits, prefixes)
+        return chosen
     if params.temperature == 0:
         likeliest, _ = _peaks(process(logits, prefixes, params), logits, prefixes)
         return likeliest
     keys = [noise_key(params.seed, prefix.sequence, prefix.position) for prefix in prefixes]
     return gumbel_argmax(log_weights(logits, prefixes, params), keys)
+
+
+def choose(logits: Tensor, prefixes: Sequence[Prefix], params: ResolvedParams) -> Tensor:
+    """Do what `sample` does on the device of the logits, and wait for nothing there.
+
+    NO_TOKEN stands in rows that `sample` raises for.
+    """
+    scores = process(logits, prefixes, params)
+    chosen = argmax(scores)
+    peak = scores.gather(-1, chosen[:, None])
+    if params.temperature > 0:
+        keys = [noise_key(params.seed, prefix.sequence, prefix.position) for prefix in prefixes]
+        chosen = gumbel_argmax(_weights(scores, peak, params), keys)
+    return chosen.masked_fill(~peak[:, 0].isfinite(), NO_TOKEN)
 
 
 def log_weights(logits: Tensor, prefixes: Sequence[Prefix], params: ResolvedParams) -> Tensor:
@@ -60,6 +86,11 @@ def log_weights(logits: Tensor, prefixes: Sequence[Prefix], params: ResolvedPara
     """
     scores = process(logits, prefixes, params)
     _, peak = _peaks(scores, logits, prefixes)
+    return _weights(scores, peak, params)
+
+
+def _weights(scores: Tensor, peak: Tensor, params: ResolvedParams) -> Tensor:
+    """Return `log_weights` of processed scores whose largest are `peak`, [rows, 1]."""
     return keep_likely((scores - peak) / max(params.temperature, MIN_TEMPERATURE), params)
 
 
@@ -67,7 +98,7 @@ def _peaks(scores: Tensor, logits: Tensor, prefixes: Sequence[Prefix]) -> tuple[
     """Return the argmax of every row, int64 [rows], and its score, [rows, 1], which is finite."""
     likeliest = argmax(scores)
     peak = scores.gather(-1, likeliest[:, None])
-    _require_finite(peak, logits, prefixes)
+    _require([math.isfinite(value) for value in peak[:, 0].tolist()], logits, prefixes)
     return likeliest, peak
 
 
@@ -98,10 +129,9 @@ def process(logits: Tensor, prefixes: Sequence[Prefix], params: ResolvedParams) 
             _penalize(row, prefix, params)
     for token_id, bias in params.logit_bias.items():
         scores[:, token_id] += bias
-    ending = sorted(params.ending_ids)
     for row, prefix in zip(scores, prefixes, strict=True):
         if len(prefix.generated) < params.min_new_tokens:
-            row[ending] = -math.inf
+            row[send_numbers(sorted(params.ending_ids), row.device)] = -math.inf
     return scores
 
 
@@ -112,12 +142,14 @@ def _penalize(row: Tensor, prefix: Prefix, params: ResolvedParams) -> None:
     2019). Frequency and presence, over new tokens: x - frequency * count - presence (OpenAI).
     """
     if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*prefix.prompt, *prefix.generated}), device=row.device)
+        seen = send_numbers(sorted({*prefix.prompt, *prefix.generated}), row.device)
         score, penalty = row[seen], params.repetition_penalty
         row[seen] = torch.where(score < 0, score * penalty, score / penalty)
     if prefix.generated and (params.frequency_penalty or params.presence_penalty):
-        generated = torch.tensor(prefix.generated, device=row.device)
-        ids, counts = torch.unique(generated, return_counts=True)
+        repeats = Counter(prefix.generated)
+        ids, counts = (
+            send_numbers(numbers, row.device) for numbers in (repeats.keys(), repeats.values())
+        )
         row[ids] -= params.frequency_penalty * counts + params.presence_penalty
 
 
@@ -136,26 +168,9 @@ def keep_likely(scores: Tensor, params: ResolvedParams) -> Tensor:
         scores = scores.masked_fill(scores < bound, -math.inf)
     if params.top_p < 1:
         probabilities = scores.softmax(dim=-1)
-        bound = _nucleus_bound(probabilities, params.top_p)
+        bound = nucleus_bound(probabilities, params.top_p)
         scores = scores.masked_fill(probabilities < bound, -math.inf)
     return scores
-
-
-def _nucleus_bound(probabilities: Tensor, top_p: float) -> Tensor:
-    """Return the probability of the last token needed to reach the mass `top_p`.
-
-    Shapes: float32 [rows, vocab] -> float32 [rows, 1]. Sorting a whole vocabulary costs more than
-    a decode step of a small model, and the nucleus is nearly always found in its head.
-    """
-    vocab = probabilities.shape[-1]
-    for count in (256, 8192, vocab):
-        largest = probabilities.topk(min(count, vocab)).values
-        mass = largest.double().cumsum(dim=-1)
-        if bool((mass[:, -1] >= top_p).all()):
-            break
-    # A token is needed while those before it have not reached the mass.
-    needed = (mass - largest < top_p).sum(dim=-1, keepdim=True)
-    return largest.gather(-1, needed - 1)
 
 
 def log_probabilities(logits: Tensor, chosen: Sequence[int], count: int) -> list[dict[int, float]]:
@@ -165,18 +180,18 @@ def log_probabilities(logits: Tensor, chosen: Sequence[int], count: int) -> list
     the temperature, as in vLLM. Shapes: logits float32 [rows, vocab], chosen [rows].
     """
     logs = logits.log_softmax(dim=-1)
+    places = send_numbers(chosen, logits.device)[:, None]
     largest = logs.topk(min(count, logits.shape[-1]))
-    rows = []
-    for index, token_id in enumerate(chosen):
-        row = {token_id: float(logs[index, token_id])}
-        ids, values = largest.indices[index].tolist(), largest.values[index].tolist()
-        rows.append({**row, **dict(zip(ids, values, strict=True))})
-    return rows
+    own = logs.gather(-1, places)[:, 0].tolist()
+    likeliest = zip(largest.indices.tolist(), largest.values.tolist(), strict=True)
+    return [
+        {token_id: value, **dict(zip(ids, values, strict=True))}
+        for token_id, value, (ids, values) in zip(chosen, own, likeliest, strict=True)
+    ]
 
 
-def _require_finite(peak: Tensor, logits: Tensor, prefixes: Sequence[Prefix]) -> None:
-    """Raise GenerationError unless the largest score of every row is finite; peak is [rows, 1]."""
-    finite = [math.isfinite(value) for value in peak[:, 0].tolist()]
+def _require(finite: Sequence[bool], logits: Tensor, prefixes: Sequence[Prefix]) -> None:
+    """Raise GenerationError unless the largest score of every row is finite."""
     if all(finite):
         return
     index = finite.index(False)

@@ -16,6 +16,7 @@ from torch import Tensor
 from quantkit.runtime.params import ResolvedParams
 from quantkit.runtime.request import Request
 from quantkit.runtime.sampling import sample
+from quantkit.runtime.sending import send_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ def _rows(logits: Tensor, places: Sequence[int]) -> Tensor:
     first, last = places[0], places[-1]
     if last - first == len(places) - 1:  # ascending, so side by side
         return logits[first : last + 1]
-    return logits[list(places)]
+    return logits[send_numbers(places, logits.device)]
 
 
 def row_starts(drafts: Sequence[Draft]) -> list[int]:

@@ -161,6 +161,15 @@ JOBS: tuple[Callable[[torch.device], None], ...] = (
 )
 
 
+def sampling() -> None:
+    for vocab in (5, 9000):
+        scores = torch.randn(2, vocab, device=DEVICE)
+        sampling_ops.argmax_rows(scores)
+        sampling_ops.sample_gumbel(scores, torch.arange(2, device=DEVICE))
+        for probabilities in (scores.softmax(-1), torch.zeros_like(scores).softmax(-1)):
+            sampling_ops.nucleus_bound(probabilities, 0.9)
+
+
 if __name__ == "__main__":
     if not load_cuda_kernels():
         raise SystemExit("needs quantkit/_cuda*.so (make cuda)")

@@ -22,3 +22,16 @@ def test_choices(rows: int, vocab: int) -> None:
     noise = sampling_ops.gumbel(keys.cpu(), torch.arange(vocab))
     expected = (noise + scores.cpu()).argmax(dim=-1)
     assert torch.equal(sampling_ops.sample_gumbel(scores, keys).cpu(), expected)
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 4096, 50257, 128256])
+@pytest.mark.parametrize("top_p", [0.1, 0.9, 0.95, 0.9999])
+def test_nucleus(vocab: int, top_p: float) -> None:
+    """Peaked rows and flat ones, those of which no block keeps enough."""
+    scores = (
+        torch.randn(5, vocab, device=DEVICE) * torch.tensor([[0], [0.1], [1], [4], [20]]).cuda()
+    )
+    probabilities = scores.softmax(-1)
+    found = sampling_ops.nucleus_bound(probabilities, top_p).cpu()
+    expected = sampling_ops.nucleus_bound(probabilities.cpu(), top_p)
+    assert torch.equal(probabilities.cpu() >= found, probabilities.cpu() >= expected)
