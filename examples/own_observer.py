@@ -46,6 +46,7 @@ def main() -> None:
     table = Table("observer of inputs", "mean KL", "same top-1")
     for number, (name, observer) in enumerate(OBSERVERS.items()):
         folder = f"demo-out/observer-{number}"
+        print(f"{name}: {folder}")
         calibrate(
             model_path(),
             folder,
@@ -54,6 +55,7 @@ def main() -> None:
             kv="none",
             samples=16,
             seq_len=256,
+            budget=0,  # all modules are quantized, so that nothing else differs
         )
         # It rounds inputs with the checkpoint's scales, as servers do.
         result = evaluate(folder, model_path(), max_tokens=1024, window=256)

@@ -85,7 +85,8 @@ def _manager(names: Sequence[str], include_path: Path | None) -> Any:
         if name not in manager.task_index:
             known = f"; {include_path} has {', '.join(local) or 'no tasks'}" if include_path else ""
             raise DataError(
-                f"--tasks: no task is called {name!r}{nearest(name, manager.all_tasks)}{known}"
+                f"--tasks: no task is called {name!r}{nearest(name, manager.all_tasks)}{known}; "
+                "'lm-eval ls tasks' lists the harness's, --include-path adds your own"
             )
     return manager
 

@@ -57,6 +57,7 @@ def test_an_unknown_task_is_named_with_the_nearest(
         load_tasks(["words_mc", "words_txt"], folder)
     assert "did you mean 'words_text'?" in str(caught.value)
     assert "has words_gen, words_group, words_mc, words_mc_2, words_text" in str(caught.value)
+    assert "--include-path adds your own" in str(caught.value)
 
 
 def test_data_that_are_missing_are_an_error_of_the_task(folder: Path) -> None:
