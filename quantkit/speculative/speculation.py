@@ -57,10 +57,12 @@ class Speculator:
     def start(self, params: ResolvedParams, num_sequences: int) -> Speculation:
         """Return the speculation of one generation."""
         self._costs.prepare(max(1, num_sequences))
+        controller = self._controller(params.temperature > 0)
+        controller.acceptance.begin_texts()
         coupled = self.verification == "coupled"
         draw = draw_coupled(params) if coupled else draw_independent(params)
         return Speculation(
-            self._controller(params.temperature > 0),
+            controller,
             self.drafter.session(self.target, num_sequences, draw),
             verify_coupled if coupled else rejection_verifier(ACCEPTS[self.verification]),
             self.width,

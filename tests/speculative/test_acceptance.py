@@ -74,3 +74,19 @@ def test_a_source_that_promised_too_much_is_believed_less_in_all_kinds() -> None
     assert boastful.rate(UNSURE, 0) < 0.15
     assert modest.rate(SURE, 0) > 0.9
     assert modest.rate(Guess("s", "other", 0.2), 0) > 0.3
+
+
+def test_the_texts_at_hand_count_more_than_all_before() -> None:
+    acceptance = Acceptance()
+    for _ in range(100):
+        acceptance.observe(Draft([1], [SURE]), 1, 1)
+    acceptance.begin_texts()
+    usual = acceptance.rate(SURE, 0)
+    for _ in range(12):
+        acceptance.observe(Draft([1], [SURE]), 0, 1)
+    # 12 refused among 112, but the last 12.
+    assert acceptance.rate(SURE, 0) < 0.5
+    assert acceptance.prospect("s", 0) < 0.5
+    assert acceptance.rate(Guess("t", "sure", 0.8), 0) == 0.8  # another source
+    acceptance.begin_texts()
+    assert 0.8 < acceptance.rate(SURE, 0) < usual

@@ -185,3 +185,13 @@ def test_b42_drafting_that_did_not_pay_is_reported(
     (record,) = caplog.records
     assert "drafting did not pay: about 0.0" in record.getMessage()
     assert f"of {stats.drafts.num_draft_tokens} drafted" in record.getMessage()
+
+
+def test_a_generation_begins_with_texts_that_nothing_is_known_about() -> None:
+    resolved = params(temperature=0)
+    speculator = Speculator(FakeEngine(), ModelDrafter(other_model()), costs=StepCosts(free))
+    speculate(speculator, PROMPTS, resolved)
+    acceptance = speculator._controller(sampled=False).acceptance
+    assert acceptance._recent
+    speculator.start(resolved, 1)
+    assert not acceptance._recent
