@@ -150,6 +150,8 @@ def choices(device: torch.device) -> None:
         scores = torch.randn(3, vocab, device=device)
         sampling_ops.argmax_rows(scores)
         sampling_ops.sample_gumbel(scores, torch.arange(3, device=device))
+        for probabilities in (scores.softmax(-1), torch.zeros_like(scores).softmax(-1)):
+            sampling_ops.nucleus_bound(probabilities, 0.9)
 
 
 JOBS: tuple[Callable[[torch.device], None], ...] = (
@@ -159,15 +161,6 @@ JOBS: tuple[Callable[[torch.device], None], ...] = (
     projections,
     attention,
 )
-
-
-def sampling() -> None:
-    for vocab in (5, 9000):
-        scores = torch.randn(2, vocab, device=DEVICE)
-        sampling_ops.argmax_rows(scores)
-        sampling_ops.sample_gumbel(scores, torch.arange(2, device=DEVICE))
-        for probabilities in (scores.softmax(-1), torch.zeros_like(scores).softmax(-1)):
-            sampling_ops.nucleus_bound(probabilities, 0.9)
 
 
 if __name__ == "__main__":
