@@ -48,8 +48,12 @@ def check(page: str) -> Checker:
     return checker
 
 
-def test_the_page_is_well_formed_and_fetches_nothing(full: Inspection) -> None:
-    page = render_page(full)
+@pytest.fixture(scope="module")
+def page(full: Inspection) -> str:
+    return render_page(full)
+
+
+def test_the_page_is_well_formed_and_fetches_nothing(page: str) -> None:
     found = check(page)
     assert len(found.ids) == len(set(found.ids))
     assert found.links
@@ -58,8 +62,7 @@ def test_the_page_is_well_formed_and_fetches_nothing(full: Inspection) -> None:
     assert not re.search(r"https?:|@import|url\((?!#)", page)
 
 
-def test_the_page_has_every_part(full: Inspection) -> None:
-    page = render_page(full)
+def test_the_page_has_every_part(page: str, full: Inspection) -> None:
     sections = ["error", "tiers", "ranges", "bytes", "sensitivity", "kv", "modules", "reproduce"]
     assert re.findall(r'<section id="(\w+)"', page) == sections
     assert page.count("<svg ") == 6
@@ -73,8 +76,7 @@ def test_the_page_has_every_part(full: Inspection) -> None:
             assert module.name.removeprefix(f"{layer.name}.") in text
 
 
-def test_the_page_is_readable_in_light_and_dark(full: Inspection) -> None:
-    page = render_page(full)
+def test_the_page_is_readable_in_light_and_dark(page: str) -> None:
     dark = page[page.index("prefers-color-scheme: dark") : page.index("box-sizing")]
     used = set(re.findall(r"var\((--\w+(?:-\w+)*)\)", page))
     light = page[page.index(":root") : page.index("prefers-color-scheme: dark")]
@@ -118,19 +120,19 @@ def test_names_are_text_not_markup(tmp_path: Path) -> None:
     assert "<b>" not in page
 
 
-def test_the_same_checkpoint_gives_the_same_page(full: Inspection) -> None:
-    assert render_page(full) == render_page(full)
+def test_the_same_checkpoint_gives_the_same_page(page: str, full: Inspection) -> None:
+    assert render_page(full) == page
 
 
 class TestWritePage:
     def test_creates_folders_and_replaces_an_earlier_page(
-        self, full: Inspection, tmp_path: Path
+        self, page: str, full: Inspection, tmp_path: Path
     ) -> None:
         output = tmp_path / "new" / "report.html"
         write_page(full, output)
         output.write_text("earlier")
         write_page(full, output)
-        assert output.read_text() == render_page(full)
+        assert output.read_text() == page
         assert list(output.parent.iterdir()) == [output]
 
     def test_a_failure_leaves_the_earlier_page(
