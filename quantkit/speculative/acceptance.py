@@ -20,7 +20,7 @@ PLACES = 8
 """Places in a draft from here on are counted together."""
 RECENT = 0.95
 """Weight of the past, per judged token, in how a source has done on the texts at hand."""
-RECENT_WEIGHT = 8.0
+RECENT_WEIGHT = 4.0
 """Tokens as expected that a source is trusted for when texts begin."""
 FIRST_PROSPECT = 0.6
 """P(accepted) of a token that a source has yet to draft, before any was counted."""
