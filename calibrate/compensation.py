@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CalibrationError
-from quantkit.numerics import Format, Tile, decode, encode, expand_scale, quantize, round_to_format
+from quantkit.numerics import Format, Tile, decode, encode, expand_scale, quantize
+from quantkit.rounding_ops import feed_back
 
 BLOCK_COLUMNS = 64
 """Columns that are rounded one by one between two matrix products."""
@@ -185,33 +186,20 @@ def _feed_back(
 ) -> tuple[Tensor, Tensor]:
     """Round column after column, each aiming at what the errors before it left to do.
 
+    Zeros are padding or pruned: they stay, and make up for nothing.
     Shapes: target [K, N], a column of the weight in each row; factor [K, K], A^T; costs [K], D;
     scales [K, N] or broadcastable to it. Returns code values [K, N], to be multiplied by the scales
     (from column `first_exact` on, bfloat16 values), and `sum_k D_k r_k^2`, float64 [N].
     """
     steps, error = torch.empty_like(target), torch.zeros_like(target)
     total = target.new_zeros(target.shape[1], dtype=torch.float64)
-    zeros = _zeros(target)
     for start in range(0, target.shape[0], BLOCK_COLUMNS):
         block = slice(start, start + BLOCK_COLUMNS)
         aims = torch.addmm(target[block], factor[block, :start], error[:start])
-        for k, aim in enumerate(aims, start):
-            scale = scales[k if scales.shape[0] > 1 else 0]
-            if k > start:
-                aim.addmv_(error[start:k].t(), factor[k, start:k])
-            steps[k] = round_to_format(aim / scale, fmt) if k < first_exact else aim.bfloat16()
-            if zeros is not None:
-                steps[k].masked_fill_(zeros[k], 0.0)
-            torch.addcmul(target[k], steps[k], scale, value=-1, out=error[k])
-        used = scales[block] if scales.shape[0] > 1 else scales
-        total += costs[block] @ aims.addcmul_(steps[block], used, value=-1).square_()
+        within = factor[block, block].contiguous()
+        used = (scales[block] if scales.shape[0] > 1 else scales).expand(-1, target.shape[1])
+        steps[block], error[block], residual = feed_back(
+            aims, target[block], within, used.contiguous(), first_exact - start, fmt
+        )
+        total += costs[block] @ residual.square_()
     return steps, total
-
-
-def _zeros(target: Tensor) -> Tensor | None:
-    """Return where the weight is zero; None where it nowhere is.
-
-    Zeros are padding or pruned: they stay, and make up for nothing.
-    """
-    is_zero = target == 0
-    return is_zero if is_zero.any() else None

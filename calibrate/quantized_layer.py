@@ -21,6 +21,7 @@ from quantkit.calibrate.tiers import NO_TIERS, Tiers
 from quantkit.calibrate.weight_tiers import TierChoice, choose_tiers
 from quantkit.checkpoint import check_scale
 from quantkit.numerics import Format, amax_to_scale, dequantize, fake_quantize, tile_amax
+from quantkit.rounding_ops import round_rows
 from quantkit.scheme import Granularity, QuantSpec
 
 
@@ -250,10 +251,11 @@ def fake_quantize_input(x: Tensor, scale: Tensor | None, spec: QuantSpec) -> Ten
     Shapes: x [..., features]; scale [1] for static inputs, or None to derive it from x by token
     or by group, as `spec` says.
     """
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if scale is not None and scale.numel() == 1:
+        return round_rows(rows, scale.view(1), spec.fmt).view(x.shape)
     tile = spec.tile(*rows.shape)
-    if scale is None:
-        grid = amax_to_scale(tile_amax(rows, tile), spec.fmt)
-    else:
-        grid = spec.grid(scale)
+    if scale is None and tile[0] == 1 and rows.shape[1] % tile[1] == 0:
+        return round_rows(rows.view(-1, tile[1]), None, spec.fmt).view(x.shape)
+    grid = amax_to_scale(tile_amax(rows, tile), spec.fmt) if scale is None else spec.grid(scale)
     return fake_quantize(rows, grid, spec.fmt, tile).view(x.shape)

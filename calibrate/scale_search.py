@@ -26,6 +26,7 @@ from quantkit.numerics import (
     round_to_format,
     tile_amax,
 )
+from quantkit.rounding_ops import scale_errors
 
 RATIOS: tuple[float, ...] = tuple(2.0 ** (step / 12) for step in range(-6, 13))
 """Candidates, as multiples of amax / max: from clipping at 0.71 amax to an octave above it."""
@@ -68,7 +69,7 @@ def search_scale(
     _check_ratios(ratios)
     amax = tile_amax(weight, tile)
     candidates = [amax_to_scale(amax * ratio, fmt) for ratio in (1.0, *ratios)]
-    errors = torch.stack([_tile_errors(weight, s, fmt, tile, importance) for s in candidates])
+    errors = _errors(weight, candidates, fmt, tile, importance)
     best = errors.argmin(dim=0, keepdim=True)  # the first of equals
     # Where weights are not finite no error is least; amax says so loudest.
     best = torch.where(errors[:1].isnan(), 0, best)
@@ -114,6 +115,20 @@ def _check_ratios(ratios: Sequence[float]) -> None:
         raise CalibrationError(f"ratios of a scale search must be above 0, got {list(ratios)}")
 
 
+def _errors(
+    weight: Tensor, candidates: Sequence[Tensor], fmt: Format, tile: Tile, importance: Tensor
+) -> Tensor:
+    """Return the weighted error of every tile with each scale, float64 [candidates, ..]."""
+    rows, columns = weight.shape
+    if tile[1] < columns:
+        errors = [_tile_errors(weight, scale, fmt, tile, importance) for scale in candidates]
+        return torch.stack(errors)
+    scales = torch.stack([_rows_of(scale, rows, tile).squeeze(1) for scale in candidates])
+    wide = weight.float().contiguous()
+    by_row = scale_errors(wide, scales, importance.contiguous(), fmt)
+    return torch.stack([_sum_rows(errors.unsqueeze(1), tile) for errors in by_row])
+
+
 def _tile_errors(
     weight: Tensor, scale: Tensor, fmt: Format, tile: Tile, importance: Tensor
 ) -> Tensor:
@@ -123,15 +138,9 @@ def _tile_errors(
     for part, row_scale in _chunks(weight, by_row):
         step = _columns_of(row_scale, part, tile)
         values = round_to_format(part.float() / step, fmt).mul_(step)
-        parts.append(_row_errors(values.sub_(part), tile, importance))
+        error = values.sub_(part).square_().mul_(importance)
+        parts.append(_sum_columns(error.double(), tile))
     return _sum_rows(torch.cat(parts), tile)
-
-
-def _row_errors(error: Tensor, tile: Tile, importance: Tensor) -> Tensor:
-    """Return each row's error by column tile. Shapes: error [n, K] -> float64 [n, column tiles]."""
-    if tile[1] >= error.shape[1]:
-        return (error.square_() @ importance).double().unsqueeze(1)
-    return _sum_columns(error.square_().mul_(importance).double(), tile)
 
 
 def _rows_of(grid: Tensor, rows: int, tile: Tile) -> Tensor:

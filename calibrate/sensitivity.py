@@ -26,7 +26,7 @@ from quantkit.calibrate.layerwise import LayerwiseModel
 from quantkit.calibrate.progress import Phase
 from quantkit.calibrate.quantized_layer import fake_quantize_input
 from quantkit.errors import CalibrationError
-from quantkit.numerics import amax_to_scale, fake_quantize, tile_amax
+from quantkit.numerics import amax_to_scale
 from quantkit.scheme import QuantSpec
 
 MIN_TOKENS = 2560
@@ -162,10 +162,7 @@ class SensitivityProbe:
     def _rounded_weight(self, module: nn.Linear) -> Tensor:
         """Return a weight of the loaded layer after plain rounding."""
         if module not in self._rounded:
-            weight, spec = module.weight, self._weights
-            tile = spec.tile(*weight.shape)
-            scale = amax_to_scale(tile_amax(weight, tile), spec.fmt)
-            self._rounded[module] = fake_quantize(weight, scale, spec.fmt, tile)
+            self._rounded[module] = fake_quantize_input(module.weight, None, self._weights)
         return self._rounded[module]
 
     def _rounded_input(self, x: Tensor) -> Tensor:

@@ -22,5 +22,8 @@ STABLE_TORCH_LIBRARY_IMPL(quantkit, CPU, library) {
   library.impl("paged_attention", TORCH_BOX(&quantkit::paged_attention));
   library.impl("argmax_rows", TORCH_BOX(&quantkit::argmax_rows));
   library.impl("sample_gumbel", TORCH_BOX(&quantkit::sample_gumbel));
+  library.impl("round_rows", TORCH_BOX(&quantkit::round_rows));
+  library.impl("scale_errors", TORCH_BOX(&quantkit::scale_errors));
+  library.impl("feed_back", TORCH_BOX(&quantkit::feed_back));
   library.impl("read_memory", TORCH_BOX(&quantkit::read_memory));
 }

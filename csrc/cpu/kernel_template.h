@@ -28,6 +28,7 @@
 #include "kernel_linear.h"
 #include "kernel_outliers.h"
 #include "kernel_pack.h"
+#include "kernel_rounding.h"
 #include "kernel_rows.h"
 
 namespace quantkit {
@@ -51,6 +52,9 @@ constexpr KernelSet kKernels{
     .rotary = rotary<Isa>,
     .append = append<Isa>,
     .choose = choose_tokens,
+    .round_rows = round_rows<Isa>,
+    .scale_errors = scale_errors<Isa>,
+    .feed_back = feed_back<Isa>,
     .tile_rows = attention_tile_rows,
     .query_size = attention_query_size<Isa>,
     .partial_size = attention_partial_size<Isa>,

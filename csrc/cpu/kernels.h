@@ -87,6 +87,51 @@ struct AppendTask {
   int64_t heads, head_dim;
 };
 
+// What rounding to an 8-bit format needs to know of it; see numerics.round_to_format.
+struct RoundingGrid {
+  float largest;
+  float least_power;  // of two, below which the step is fixed
+  float shift;        // 1.5 * 2^(23 - mantissa bits)
+};
+
+// out = x rounded to the format and back, each row with its scale.
+struct RoundTask {
+  const void* x;  // [rows, columns]
+  void* out;      // [rows, columns]
+  FloatType type;
+  const float* scale;    // null for a row's own
+  int64_t scale_stride;  // 0 for one scale for all
+  int64_t columns;
+  RoundingGrid grid;
+};
+
+// errors[c, n] = sum_k importance[k] * (weight[n, k] rounded with scales[c, n] - weight[n, k])^2.
+struct ScaleErrorsTask {
+  const float* weight;  // [rows, columns]
+  const float* scales;  // [candidates, scales_stride]: a scale for each row, or one
+  int64_t scales_stride;
+  const float* importance;  // [columns]
+  double* errors;           // [candidates, rows]
+  int64_t candidates, rows, columns;
+  RoundingGrid grid;
+};
+
+// A block of columns of a weight, rounded one after another; all but `factor` transposed,
+// [columns, rows]. See rounding_ops.feed_back.
+struct FeedbackTask {
+  const float* aims;
+  const float* target;
+  const float* factor;  // [columns, columns]
+  const float* scales;  // [columns, rows], or [rows] with has_one_scale
+  bool has_one_scale;
+  float* steps;
+  float* error;
+  float* residual;
+  int64_t columns, rows;
+  int64_t first_exact;
+  RoundingGrid grid;
+};
+
 // Attention of new tokens to all that their sequences store; see paged_attention in Python.
 struct AttentionTask {
   const void* query;  // token t at t * query_stride, then [kv_heads, group, head_dim]
@@ -185,6 +230,9 @@ struct KernelSet {
   void (*rotary)(const RotaryTask&, int64_t begin, int64_t end);
   void (*append)(const AppendTask&, int64_t begin, int64_t end);
   void (*choose)(const ChoiceTask&, int64_t begin, int64_t end);
+  void (*round_rows)(const RoundTask&, int64_t begin, int64_t end);
+  void (*scale_errors)(const ScaleErrorsTask&, int64_t begin, int64_t end);
+  void (*feed_back)(const FeedbackTask&, int64_t begin, int64_t end);
   // Attention of one tile. Buffers are aligned to 64 bytes, their sizes in floats.
   // Queries that are worth having share decoded keys.
   int64_t (*tile_rows)(const AttentionTask&);

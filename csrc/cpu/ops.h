@@ -83,6 +83,16 @@ torch::stable::Tensor argmax_rows(torch::stable::Tensor scores);
 
 torch::stable::Tensor sample_gumbel(torch::stable::Tensor scores, torch::stable::Tensor keys);
 
+torch::stable::Tensor round_rows(torch::stable::Tensor x,
+                                 std::optional<torch::stable::Tensor> scale, std::string format);
+
+torch::stable::Tensor scale_errors(torch::stable::Tensor weight, torch::stable::Tensor scales,
+                                   torch::stable::Tensor importance, std::string format);
+
+std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> feed_back(
+    torch::stable::Tensor aims, torch::stable::Tensor target, torch::stable::Tensor factor,
+    torch::stable::Tensor scales, int64_t first_exact, std::string format);
+
 torch::stable::Tensor read_memory(torch::stable::Tensor x);
 
 }  // namespace quantkit
