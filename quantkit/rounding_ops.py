@@ -142,18 +142,20 @@ def _feed_back_reference(
     return steps, error, residual
 
 
-@torch.library.register_fake("quantkit::round_rows")
 def _round_rows_fake(x: Tensor, scale: Tensor | None, format: str) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.register_fake("quantkit::scale_errors")
 def _scale_errors_fake(weight: Tensor, scales: Tensor, importance: Tensor, format: str) -> Tensor:
     return weight.new_empty(len(scales), len(weight), dtype=torch.float64)
 
 
-@torch.library.register_fake("quantkit::feed_back")
 def _feed_back_fake(
     aims: Tensor, target: Tensor, factor: Tensor, scales: Tensor, first_exact: int, format: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(aims), torch.empty_like(aims), torch.empty_like(aims)
+
+
+torch.library.register_fake("quantkit::round_rows", _round_rows_fake)
+torch.library.register_fake("quantkit::scale_errors", _scale_errors_fake)
+torch.library.register_fake("quantkit::feed_back", _feed_back_fake)
