@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quantkit.runtime.verification import Draft, Guess
+from quantkit.runtime.verification import NO_DRAFT, Draft, Guess
 from quantkit.speculative.acceptance import Acceptance
 from quantkit.speculative.step_costs import StepCosts
 
@@ -18,6 +18,10 @@ MEMORY = 0.98
 """Weight of the past in the running rate, per step."""
 PROBE_INTERVAL = 64
 """Steps without a draft after which one token is verified although it does not pay."""
+STAKE = 1.0
+"""Plain steps that drafting may lose on a text before it has won any."""
+LOSS = 0.02
+"""Share of the time of plain decoding that it may lose beyond that."""
 
 
 class Controller:
@@ -25,7 +29,8 @@ class Controller:
 
     One Controller serves all generations of a model; a rate is kept for each size of batch. With
     `coarse` only numbers of rows that were measured are used. Without `timed` costs stay as they
-    were given, so that what is decided can be repeated.
+    were given, so that what is decided can be repeated. Expectations may be wrong on a text for as
+    long as it lasts: what drafting has lost there, in all, is bounded, by STAKE and LOSS.
     """
 
     def __init__(
@@ -40,6 +45,13 @@ class Controller:
         self._idle = 0
         self._pass_seconds: float | None = None
         self._passes = 0  # in the step at hand
+        self._won = 0.0  # seconds, on the texts at hand
+        self._plain = 0.0  # seconds that its tokens would have taken without drafts
+
+    def begin_texts(self) -> None:
+        """Say that a generation begins; what holds for its texts is not known yet."""
+        self.acceptance.begin_texts()
+        self._won = self._plain = 0.0
 
     def begin_step(self, batch: int) -> None:
         """Say how many sequences run in the next step."""
@@ -58,8 +70,16 @@ class Controller:
         tokens, seconds = self._rates.get(self._batch, (0.0, 0.0))
         return max(plain, tokens / seconds) if seconds else plain
 
+    @property
+    def affordable(self) -> bool:
+        """Whether drafting has not lost more on the texts at hand than it may."""
+        stake = STAKE * self.costs.seconds(self._batch, self._batch)
+        return self._won + stake + LOSS * self._plain >= 0
+
     def pays(self, source: str, guesses: Sequence[Guess], num_drafts: int) -> bool:
         """Return whether another pass of `source` pays for a draft; see Judge."""
+        if not self.affordable:
+            return False
         if self.probing and not guesses:
             return True
         survival = self._survival(guesses) * self.acceptance.prospect(source, len(guesses))
@@ -86,7 +106,9 @@ class Controller:
         return best
 
     def trim(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """Keep of each draft what pays, the whole batch considered."""
+        """Keep of each draft what pays, the whole batch considered; nothing if it has lost much."""
+        if not self.affordable:
+            return [NO_DRAFT] * len(drafts)
         slots = sorted(
             (
                 (-survival, place, index)
@@ -110,11 +132,19 @@ class Controller:
         else:
             draft_seconds = self._passes * self._pass()
             seconds = self.costs.seconds(self._batch, rows)
+        self._settle(tokens, rows, draft_seconds)
         old_tokens, old_seconds = self._rates.get(self._batch, (0.0, 0.0))
         self._rates[self._batch] = (
             MEMORY * old_tokens + tokens,
             MEMORY * old_seconds + draft_seconds + seconds,
         )
+
+    def _settle(self, tokens: int, rows: int, draft_seconds: float) -> None:
+        """Book what a step's drafts won and cost, rows at their expected price."""
+        step = self.costs.seconds(self._batch, self._batch)
+        cost = draft_seconds + self.costs.seconds(self._batch, rows) - step
+        self._won += (tokens / self._batch - 1) * step - cost
+        self._plain += tokens / self._batch * step
 
     def observe_passes(self, passes: int, seconds: float, steady: bool = True) -> None:
         """Learn what the passes of a drafting model took.

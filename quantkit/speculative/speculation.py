@@ -58,7 +58,7 @@ class Speculator:
         """Return the speculation of one generation."""
         self._costs.prepare(max(1, num_sequences))
         controller = self._controller(params.temperature > 0)
-        controller.acceptance.begin_texts()
+        controller.begin_texts()
         coupled = self.verification == "coupled"
         draw = draw_coupled(params) if coupled else draw_independent(params)
         return Speculation(

@@ -8,7 +8,7 @@ import pytest
 
 from quantkit.runtime.verification import Draft, Guess
 from quantkit.speculative.acceptance import Acceptance
-from quantkit.speculative.controller import PROBE_INTERVAL, Controller
+from quantkit.speculative.controller import LOSS, PROBE_INTERVAL, STAKE, Controller
 from quantkit.speculative.step_costs import StepCosts
 
 Cost = Callable[[int, int], float]
@@ -168,3 +168,39 @@ def test_it_comes_close_to_the_best_fixed_length_and_never_below_plain(
     # The noise of 1200 steps is about 2 %.
     assert tokens / seconds > 0.94 * best
     assert tokens / seconds > 0.97
+
+
+def test_what_drafting_loses_on_a_text_is_bounded_whatever_it_expects() -> None:
+    steps, each = 400, 0.8  # four rows of a draft
+    judge = controller(row_cost(0.2))
+    judge.begin_texts()
+    seconds, drafted = 0.0, []
+    for step in range(steps):
+        judge.begin_step(1)
+        (kept,) = judge.trim([draft(*[0.9] * 4)])  # all refused, and nothing learned from that
+        if kept.tokens:
+            drafted.append(step)
+        seconds += judge.costs.seconds(1, 1 + len(kept))
+        judge.observe_step(1, 1 + len(kept), 0.0, 0.0)
+    # What it may lose, and the draft that goes beyond it.
+    assert seconds <= steps + STAKE + LOSS * steps + each
+    assert drafted[-1] > 200  # it goes on trying, now and then
+    assert len(drafted) == pytest.approx((STAKE + LOSS * steps) / each, abs=2)
+    judge.begin_texts()
+    assert lengths(judge.trim([draft(*[0.9] * 4)])) == [4]
+
+
+def test_who_has_won_may_lose_again() -> None:
+    judge = controller(row_cost(0.2))
+    judge.begin_texts()
+    for _ in range(10):
+        judge.begin_step(1)
+        judge.observe_step(5, 5, 0.0, 0.0)  # four tokens more, for 0.8 steps
+    for _ in range(30):
+        judge.begin_step(1)
+        assert judge.affordable
+        judge.observe_step(1, 5, 0.0, 0.0)
+    for _ in range(30):
+        judge.observe_step(1, 5, 0.0, 0.0)
+    assert not judge.affordable
+    assert not judge.pays("s", [], 1)

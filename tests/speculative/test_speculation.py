@@ -116,6 +116,7 @@ def test_b42_a_model_that_drafts_for_itself_is_always_accepted(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Controller, "pays", lambda *_: True)
+    monkeypatch.setattr(Controller, "affordable", True)  # such a model takes as long as its target
     resolved = params(temperature=temperature, max_new_tokens=1 + 3 * (MOST_DRAFTED + 1))
     speculator = Speculator(FakeEngine(), ModelDrafter(FakeEngine()), costs=StepCosts(free))
     _, stats = speculate(speculator, [PROMPTS[0]], resolved)
