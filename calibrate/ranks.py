@@ -35,7 +35,7 @@ TIMEOUT = timedelta(hours=2)
 LINGER_SECONDS = 1.0
 """How long those stay that have nothing to say: when one ends, torchrun ends them all."""
 _PIECE_BYTES = 1 << 30
-_FAILED = "quantkit/failed"
+_JOINED, _FAILED = "quantkit/joined", "quantkit/failed"
 
 Value = TypeVar("Value")
 
@@ -214,7 +214,11 @@ def join_ranks() -> Ranks:
         )
     backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
     try:
-        store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+        shared, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+        # Runs of these processes follow one another, and the addresses of one must not be taken for
+        # those of the next. Nobody joins the next before all have joined this one.
+        run = (shared.add(_JOINED, 1) - 1) // size
+        store = dist.PrefixStore(f"quantkit/{run}", shared)  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
         raise CalibrationError(
