@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quantkit.runtime.verification import NO_DRAFT, Draft, Guess
+from quantkit.runtime.verification import Draft, Guess
 from quantkit.speculative.acceptance import Acceptance
 from quantkit.speculative.step_costs import StepCosts
 
@@ -22,6 +22,8 @@ STAKE = 1.0
 """Plain steps that drafting may lose on a text before it has won any."""
 LOSS = 0.02
 """Share of the time of plain decoding that it may lose beyond that."""
+CAUTION = 3.0
+"""Times its price that a token has to be worth where more has been lost."""
 
 
 class Controller:
@@ -76,18 +78,20 @@ class Controller:
         stake = STAKE * self.costs.seconds(self._batch, self._batch)
         return self._won + stake + LOSS * self._plain >= 0
 
+    def _price(self) -> float:
+        """Return the tokens that a second has to bring."""
+        return self.rate * (1.0 if self.affordable else CAUTION)
+
     def pays(self, source: str, guesses: Sequence[Guess], num_drafts: int) -> bool:
         """Return whether another pass of `source` pays for a draft; see Judge."""
-        if not self.affordable:
-            return False
         if self.probing and not guesses:
             return True
         survival = self._survival(guesses) * self.acceptance.prospect(source, len(guesses))
-        return survival > self.rate * (self._pass() / num_drafts + self._row_seconds())
+        return survival > self._price() * (self._pass() / num_drafts + self._row_seconds())
 
     def value(self, guesses: Sequence[Guess]) -> float:
         """Return the expected gain in tokens of verifying a draft; see Judge."""
-        price = self.rate * self._row_seconds()
+        price = self._price() * self._row_seconds()
         best = total = 0.0
         for survival in self.acceptance.survivals(guesses):
             total += survival - price
@@ -96,7 +100,7 @@ class Controller:
 
     def prospect(self, source: str, limit: int, num_drafts: int) -> float:
         """Return the expected gain in tokens of a draft that is yet to be made; see Judge."""
-        price = self.rate * (self._row_seconds() + self._pass() / num_drafts)
+        price = self._price() * (self._row_seconds() + self._pass() / num_drafts)
         best = total = 0.0
         survival = 1.0
         for place in range(limit):
@@ -106,9 +110,7 @@ class Controller:
         return best
 
     def trim(self, drafts: Sequence[Draft]) -> list[Draft]:
-        """Keep of each draft what pays, the whole batch considered; nothing if it has lost much."""
-        if not self.affordable:
-            return [NO_DRAFT] * len(drafts)
+        """Keep of each draft what pays, the whole batch considered."""
         slots = sorted(
             (
                 (-survival, place, index)
@@ -179,7 +181,7 @@ class Controller:
 
         All counts are compared, because the cost of rows grows in steps and not evenly.
         """
-        batch, rate = self._batch, self.rate
+        batch, rate = self._batch, self._price()
         plain = self.costs.seconds(batch, batch)
         allowed = set(self.costs.measured_rows(batch)) if self._coarse else None
         best, best_gain, expected = 0, 0.0, 0.0

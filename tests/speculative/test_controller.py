@@ -170,14 +170,14 @@ def test_it_comes_close_to_the_best_fixed_length_and_never_below_plain(
     assert tokens / seconds > 0.97
 
 
-def test_what_drafting_loses_on_a_text_is_bounded_whatever_it_expects() -> None:
+def test_what_uncertain_drafts_lose_on_a_text_is_bounded_whatever_is_expected() -> None:
     steps, each = 400, 0.8  # four rows of a draft
     judge = controller(row_cost(0.2))
     judge.begin_texts()
     seconds, drafted = 0.0, []
     for step in range(steps):
         judge.begin_step(1)
-        (kept,) = judge.trim([draft(*[0.9] * 4)])  # all refused, and nothing learned from that
+        (kept,) = judge.trim([draft(0.55, 0.95, 0.95, 0.95)])  # all refused, nothing is learned
         if kept.tokens:
             drafted.append(step)
         seconds += judge.costs.seconds(1, 1 + len(kept))
@@ -186,8 +186,9 @@ def test_what_drafting_loses_on_a_text_is_bounded_whatever_it_expects() -> None:
     assert seconds <= steps + STAKE + LOSS * steps + each
     assert drafted[-1] > 200  # it goes on trying, now and then
     assert len(drafted) == pytest.approx((STAKE + LOSS * steps) / each, abs=2)
+    assert lengths(judge.trim([draft(*[0.99] * 4)])) == [4]  # nearly certain
     judge.begin_texts()
-    assert lengths(judge.trim([draft(*[0.9] * 4)])) == [4]
+    assert lengths(judge.trim([draft(0.55, 0.95, 0.95, 0.95)])) == [4]
 
 
 def test_who_has_won_may_lose_again() -> None:
@@ -203,4 +204,4 @@ def test_who_has_won_may_lose_again() -> None:
     for _ in range(30):
         judge.observe_step(1, 5, 0.0, 0.0)
     assert not judge.affordable
-    assert not judge.pays("s", [], 1)
+    assert not judge.pays("s", [Guess("s", "unsure", 0.5)], 1)
