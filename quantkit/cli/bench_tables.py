@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from quantkit.cli.console import print_tables
+
 if TYPE_CHECKING:
     from quantkit.bench.drafting import DraftSpeed
     from quantkit.bench.gpu_timing import GpuKernelSpeed, GpuLimits
@@ -127,7 +129,6 @@ def _print_table(
     title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]], names: int
 ) -> None:
     """Print a table whose first `names` columns are text."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left")
@@ -135,7 +136,7 @@ def _print_table(
         table.add_column(heading, justify="left" if number < names else "right")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    print_tables([table])
 
 
 def _cell(value: float | None, digits: int) -> str:
