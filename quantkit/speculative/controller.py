@@ -32,7 +32,8 @@ class Controller:
     One Controller serves all generations of a model; a rate is kept for each size of batch. With
     `coarse` only numbers of rows that were measured are used. Without `timed` costs stay as they
     were given, so that what is decided can be repeated. Expectations may be wrong on a text for as
-    long as it lasts: what drafting has lost there, in all, is bounded, by STAKE and LOSS.
+    long as it lasts: where drafting has lost more than STAKE and LOSS allow, a token must be worth
+    CAUTION times its price, so that only nearly certain ones are drafted.
     """
 
     def __init__(
