@@ -69,7 +69,11 @@ class Recipe:
             _check_kind("inputs", self.inputs, _INPUT_KINDS)
         if self.kv not in _KV_SPECS:
             hint = nearest(self.kv, _KV_SPECS)
-            raise RecipeError(f"kv is {self.kv!r}{hint}; known: {', '.join(_KV_SPECS)}")
+            known = ", ".join(
+                name if spec is None else f"{name} ({spec.format})"
+                for name, spec in _KV_SPECS.items()
+            )
+            raise RecipeError(f"kv is {self.kv!r}{hint}; known: {known}")
         check_entries(self.kv_ignore)
         if not self.targets:
             raise RecipeError(f'targets is empty; targets = ["{ALL_LINEARS}"] selects all modules')

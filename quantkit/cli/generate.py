@@ -103,6 +103,19 @@ def generate(
         _print_stream(model, ids, params)
     if stats:
         note(_summary(model.stats))
+        if draft == "auto":
+            _note_missing_head(checkpoint)
+
+
+def _note_missing_head(checkpoint: Path) -> None:
+    """Say that `auto` had no trained drafter to draft with."""
+    from quantkit.speculative.head_weights import FOLDER, is_head
+
+    if not is_head(checkpoint / FOLDER):
+        note(
+            f"{checkpoint} has no trained drafter, so only what a text repeats is drafted; "
+            f"'quantkit draft {checkpoint}' trains one"
+        )
 
 
 def _print_json(model: Fp8Model, prompt: str, ids: list[int], params: SamplingParams) -> None:

@@ -96,10 +96,9 @@ def _kind_table(rows: Sequence[KindRow]) -> Table:
 def _module_table(title: str, places: Sequence[tuple[LayerRecord, ModuleRecord]]) -> Table:
     numbers = ("weight\ndB", "output\ndB", "outlier\nratio", "clipped", "predicted\nKL")
     table = _new_table(title, ["layer", "module", WRAPPED, "type"], numbers)
-    previous: LayerRecord | None = None
     for layer, module in places:
         table.add_row(
-            layer_label(layer) if layer is not previous else "",
+            layer_label(layer),
             _short_name(layer, module),
             tier_label(module) if module.tiers is not None else words.UNKNOWN,
             words.text(module.format),
@@ -109,7 +108,6 @@ def _module_table(title: str, places: Sequence[tuple[LayerRecord, ModuleRecord]]
             words.count(module.num_clipped),
             words.small(module.predicted_kl),
         )
-        previous = layer
     table.caption, table.caption_justify = CAPTION, "left"
     return table
 

@@ -4,6 +4,8 @@ A token kept to be verified is one more row in the target's pass. It pays if
 `P(it and all before it are accepted) > rate * marginal seconds`, the rate being what is attained
 in the long run: that is the condition of the best ratio of expected tokens to expected time. All
 sequences of a batch share a pass, so their tokens compete in one list. Zero is a possible answer.
+Where only some sequences count, because the others will be done before them, fewer tokens shorten
+the time as much: each is worth more.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class Controller:
         self._coarse = coarse
         self._timed = timed
         self._batch = 1
+        self._behind = 1  # sequences whose tokens count
         self._rates: dict[int, tuple[float, float]] = {}  # decayed tokens and seconds
         self._idle = 0
         self._pass_seconds: float | None = None
@@ -56,9 +59,10 @@ class Controller:
         self.acceptance.begin_texts()
         self._won = self._plain = 0.0
 
-    def begin_step(self, batch: int) -> None:
-        """Say how many sequences run in the next step."""
+    def begin_step(self, batch: int, behind: int | None = None) -> None:
+        """Say how many sequences run in the next step, and for how many of these drafts count."""
         self._batch = batch
+        self._behind = batch if behind is None else behind
         self._passes = 0
 
     @property
@@ -81,7 +85,15 @@ class Controller:
 
     def _price(self) -> float:
         """Return the tokens that a second has to bring."""
-        return self.rate * (1.0 if self.affordable else CAUTION)
+        batch, behind = self._batch, self._behind
+        fewer = behind / batch * self.costs.seconds(batch, batch) / self._last_step()
+        return fewer * self.rate * (1.0 if self.affordable else CAUTION)
+
+    def _last_step(self) -> float:
+        """Return the seconds of a step that is saved: one in which only those behind still run."""
+        step = self.costs.seconds(self._batch, self._batch)
+        freed = (self._batch - self._behind) * self._row_seconds()
+        return max(step - freed, self._behind / self._batch * step)
 
     def pays(self, source: str, guesses: Sequence[Guess], num_drafts: int) -> bool:
         """Return whether another pass of `source` pays for a draft; see Judge."""
@@ -128,14 +140,24 @@ class Controller:
             lengths[index] += 1
         return [draft.first(length) for draft, length in zip(drafts, lengths, strict=True)]
 
-    def observe_step(self, tokens: int, rows: int, draft_seconds: float, seconds: float) -> None:
-        """Learn what a step brought and took: `seconds` for the target, before it for drafting."""
+    def observe_step(
+        self,
+        tokens: int,
+        rows: int,
+        draft_seconds: float,
+        seconds: float,
+        tokens_behind: int | None = None,
+    ) -> None:
+        """Learn what a step brought and took: `seconds` for the target, before it for drafting.
+
+        `tokens_behind` are those of the sequences that count; all if not given.
+        """
         if self._timed:
             self.costs.observe(self._batch, rows, seconds)
         else:
             draft_seconds = self._passes * self._pass()
             seconds = self.costs.seconds(self._batch, rows)
-        self._settle(tokens, rows, draft_seconds)
+        self._settle(tokens if tokens_behind is None else tokens_behind, rows, draft_seconds)
         old_tokens, old_seconds = self._rates.get(self._batch, (0.0, 0.0))
         self._rates[self._batch] = (
             MEMORY * old_tokens + tokens,
@@ -144,10 +166,11 @@ class Controller:
 
     def _settle(self, tokens: int, rows: int, draft_seconds: float) -> None:
         """Book what a step's drafts won and cost, rows at their expected price."""
-        step = self.costs.seconds(self._batch, self._batch)
+        step, last = self.costs.seconds(self._batch, self._batch), self._last_step()
         cost = draft_seconds + self.costs.seconds(self._batch, rows) - step
-        self._won += (tokens / self._batch - 1) * step - cost
-        self._plain += tokens / self._batch * step
+        gained = tokens / self._behind - 1
+        self._won += gained * last - cost
+        self._plain += step + gained * last
 
     def observe_passes(self, passes: int, seconds: float, steady: bool = True) -> None:
         """Learn what the passes of a drafting model took.

@@ -38,10 +38,11 @@ class HybridSession:
         """Ask the second drafter where it promises more than what the first has found."""
         drafts = self._free.propose(requests, limits, judge)
         values = [judge.value(draft.guesses) for draft in drafts]
+        together = sum(limit > 0 for limit in limits)
         asked = [
             index
             for index, (value, limit) in enumerate(zip(values, limits, strict=True))
-            if judge.prospect(self._source, limit, len(requests)) >= value
+            if limit > 0 and judge.prospect(self._source, limit, together) >= value
         ]
         if asked:
             some = [requests[index] for index in asked]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from quantkit.speculative.acceptance import Acceptance
 from quantkit.speculative.controller import Controller
 from quantkit.speculative.drafter import Drafter, DraftSession
 from quantkit.speculative.drawing import draw_coupled, draw_independent
+from quantkit.speculative.pace import Pace
 from quantkit.speculative.rejection import ACCEPTS, rejection_verifier
 from quantkit.speculative.step_costs import StepCosts
 
@@ -53,6 +55,7 @@ class Speculator:
         self.width = width
         self._costs = costs or (StepCosts.of(target) if width is None else StepCosts.nominal())
         self._controllers: dict[bool, Controller] = {}
+        self._pace = Pace()
 
     def start(self, params: ResolvedParams, num_sequences: int) -> Speculation:
         """Return the speculation of one generation."""
@@ -66,6 +69,7 @@ class Speculator:
             self.drafter.session(self.target, num_sequences, draw),
             verify_coupled if coupled else rejection_verifier(ACCEPTS[self.verification]),
             self.width,
+            self._pace,
         )
 
     def forget(self) -> None:
@@ -91,6 +95,7 @@ class Speculation:
         session: DraftSession,
         verify: Verifier,
         width: int | None,
+        pace: Pace,
     ) -> None:
         self.engine = session.engine
         self.verify = verify
@@ -98,15 +103,24 @@ class Speculation:
         self._controller = controller
         self._session = session
         self._width = width
+        self._pace = pace
+        self._behind: list[bool] = []  # of the requests that run, for whom drafts count
         self._ran = False  # the drafter's model, in the last step
         self._most_drafted = MOST_DRAFTED if width is None else width - 1
 
     def propose(self, running: Sequence[Request]) -> list[Draft]:
         """Return for each request a draft that pays."""
         controller, session = self._controller, self._session
-        controller.begin_step(len(running))
+        rooms = [request.room for request in running]
+        # Rows of a fixed width are paid for, whoever uses them.
+        fixed = self._width is not None
+        self._behind = [True] * len(rooms) if fixed else self._pace.behind(rooms)
+        controller.begin_step(len(running), sum(self._behind))
         # Whatever becomes of a draft, one token more is chosen and needs its place.
-        limits = [min(request.room - 1, self._most_drafted) for request in running]
+        limits = [
+            min(room - 1, self._most_drafted) if behind else 0
+            for room, behind in zip(rooms, self._behind, strict=True)
+        ]
         passes, begin = session.passes, time.perf_counter()
         drafts = session.propose(running, limits, controller)
         runs = session.passes > passes
@@ -126,9 +140,9 @@ class Speculation:
     ) -> None:
         """Count, learn, and forget what has ended."""
         controller, batch = self._controller, len(running)
-        controller.observe_step(
-            sum(counts), batch + sum(map(len, drafts)), draft_seconds, forward_seconds
-        )
+        rows = batch + sum(map(len, drafts))
+        counted = sum(itertools.compress(counts, self._behind))
+        controller.observe_step(sum(counts), rows, draft_seconds, forward_seconds, counted)
         fixed = self._width is not None
         plain = forward_seconds if fixed else controller.costs.seconds(batch, batch)
         self.stats.add_seconds(draft_seconds, forward_seconds, plain * sum(counts) / batch)
@@ -141,6 +155,7 @@ class Speculation:
                 stats.count(len(draft), accepted)
             if request.finish_reason is not None:
                 self._session.finish(request)
+                self._pace.observe(request.finish_reason == "length")
         if all(request.finish_reason is not None for request in running):
             self._report()
 
