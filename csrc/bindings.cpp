@@ -13,6 +13,7 @@ STABLE_TORCH_LIBRARY_IMPL(quantkit, CPU, library) {
   library.impl("multiplies_many_rows", TORCH_BOX(&quantkit::multiplies_many_rows));
   library.impl("dequantize_weight", TORCH_BOX(&quantkit::dequantize_weight));
   library.impl("decoder_step", TORCH_BOX(&quantkit::decoder_step));
+  library.impl("head_step", TORCH_BOX(&quantkit::head_step));
   library.impl("expert_mlps", TORCH_BOX(&quantkit::expert_mlps));
   library.impl("rms_norm", TORCH_BOX(&quantkit::rms_norm));
   library.impl("add_rms_norm", TORCH_BOX(&quantkit::add_rms_norm));
@@ -22,6 +23,7 @@ STABLE_TORCH_LIBRARY_IMPL(quantkit, CPU, library) {
   library.impl("paged_attention", TORCH_BOX(&quantkit::paged_attention));
   library.impl("argmax_rows", TORCH_BOX(&quantkit::argmax_rows));
   library.impl("sample_gumbel", TORCH_BOX(&quantkit::sample_gumbel));
+  library.impl("draw_rows", TORCH_BOX(&quantkit::draw_rows));
   library.impl("round_rows", TORCH_BOX(&quantkit::round_rows));
   library.impl("scale_errors", TORCH_BOX(&quantkit::scale_errors));
   library.impl("feed_back", TORCH_BOX(&quantkit::feed_back));

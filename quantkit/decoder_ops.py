@@ -182,6 +182,66 @@ def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm(x, weight, eps) if weight.numel() else x
 
 
+def store_projections(
+    hidden: Tensor,
+    layer: Sequence[Tensor],
+    numbers: Sequence[int],
+    cache: Sequence[Tensor],
+    turn: Sequence[Tensor] | None,
+    slots: Tensor,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+) -> Tensor:
+    """Store keys and values of one layer, given by its 26 tensors and 6 numbers; return queries.
+
+    Shapes: hidden [num_tokens, hidden_size]; turn cos and sin of all tokens, or None ->
+    [num_tokens, heads, head_dim]. The others are those of `decoder_step`.
+    """
+    keys, values, *both = cache
+    k_scale, v_scale = (scale if scale.numel() else None for scale in both)
+    head_dim = keys.shape[-1]
+    qkv = apply_linear(layer[1:6], numbers[0], _normed(hidden, layer[0], eps))
+    by_head = qkv.view(hidden.shape[0], heads + 2 * kv_heads, head_dim)
+    parts = torch.split(by_head, [heads, kv_heads, kv_heads], dim=1)
+    query, key = (
+        _normed(part.reshape(-1, norm.numel() or head_dim), norm, eps).view(part.shape)
+        for part, norm in zip(parts[:2], layer[6:8], strict=True)
+    )
+    if turn is not None:
+        query, key = rotary(query, *turn), rotary(key, *turn)
+    kv_append(key, parts[2], keys, values, k_scale, v_scale, slots)
+    return query
+
+
+def attend_and_mix(
+    hidden: Tensor,
+    query: Tensor,
+    layer: Sequence[Tensor],
+    numbers: Sequence[int],
+    cache: Sequence[Tensor],
+    batch: tuple[Tensor, Tensor, Tensor],
+    eps: float,
+    softmax_scale: float,
+    activation: str,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return what a layer makes of `hidden` once its keys and values are stored.
+
+    `batch` is block_tables, lengths and query_starts of `decoder_step`.
+    """
+    keys, values, *both = cache
+    k_scale, v_scale = (scale if scale.numel() else None for scale in both)
+    window = numbers[4] or None
+    attended = paged_attention(
+        query, keys, values, k_scale, v_scale, *batch, softmax_scale, window, softcap
+    )
+    added = apply_linear(layer[8:13], numbers[1], attended.flatten(1))
+    hidden = hidden + _normed(added, layer[24], eps)
+    inner = apply_gated(layer[14:19], numbers[2], _normed(hidden, layer[13], eps), activation)
+    return hidden + _normed(apply_linear(layer[19:24], numbers[3], inner), layer[25], eps)
+
+
 def decoder_step_reference(
     hidden: Tensor,
     weights: Sequence[Tensor],
@@ -202,31 +262,16 @@ def decoder_step_reference(
     softcap: float | None = None,
 ) -> Tensor:
     """Run one op after another; the op's arguments, see `decoder_step`."""
-    head_dim = caches[0].shape[-1]
-    tokens = hidden.shape[0]
-    for layer in range(len(numbers) // 6):
-        w = weights[26 * layer : 26 * layer + 26]
-        groups, (window, angles) = numbers[6 * layer :][:4], numbers[6 * layer :][4:6]
-        keys, values, *both = caches[4 * layer : 4 * layer + 4]
-        k_scale, v_scale = (scale if scale.numel() else None for scale in both)
-        qkv = apply_linear(w[1:6], groups[0], _normed(hidden, w[0], eps))
-        by_head = qkv.view(hidden.shape[0], heads + 2 * kv_heads, head_dim)
-        parts = torch.split(by_head, [heads, kv_heads, kv_heads], dim=1)
-        query, key = (
-            _normed(part.reshape(-1, norm.numel() or head_dim), norm, eps).view(part.shape)
-            for part, norm in zip(parts[:2], w[6:8], strict=True)
+    tokens, batch = hidden.shape[0], (block_tables, lengths, query_starts)
+    for number in range(len(numbers) // 6):
+        layer = weights[26 * number : 26 * number + 26]
+        own, cache = numbers[6 * number :][:6], caches[4 * number : 4 * number + 4]
+        angles = slice((own[5] - 1) * tokens, own[5] * tokens)
+        turn = [x[angles] for x in (cos, sin)] if own[5] else None
+        query = store_projections(hidden, layer, own, cache, turn, slots, heads, kv_heads, eps)
+        hidden = attend_and_mix(
+            hidden, query, layer, own, cache, batch, eps, softmax_scale, activation, softcap
         )
-        if angles:
-            turn = [x[(angles - 1) * tokens : angles * tokens] for x in (cos, sin)]
-            query, key = rotary(query, *turn), rotary(key, *turn)
-        kv_append(key, parts[2], keys, values, k_scale, v_scale, slots)
-        attended = paged_attention(
-            query, keys, values, k_scale, v_scale, block_tables, lengths, query_starts,
-            softmax_scale, window or None, softcap,
-        )  # fmt: skip
-        hidden = hidden + _normed(apply_linear(w[8:13], groups[1], attended.flatten(1)), w[24], eps)
-        inner = apply_gated(w[14:19], groups[2], _normed(hidden, w[13], eps), activation)
-        hidden = hidden + _normed(apply_linear(w[19:24], groups[3], inner), w[25], eps)
     return rms_norm(hidden, final_norm, eps)
 
 

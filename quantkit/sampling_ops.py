@@ -39,6 +39,37 @@ def sample_gumbel(scores: Tensor, keys: Tensor) -> Tensor:
     return chosen
 
 
+def draw_rows(
+    scores: Tensor,
+    keys: Tensor | None,
+    token_ids: Tensor | None,
+    vocab: int,
+    temperature: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Return a token a row, and how likely it was: its part of `softmax(scores / temperature)`.
+
+    The token is the argmax of the scores, or with keys of `(scores - their maximum) / temperature`
+    plus the noise of `sample_gumbel`. Columns are the `token_ids`, in ascending order, of `vocab`
+    in all; or without them the tokens. Where a score is NaN the likelihood is too.
+
+    Shapes: scores float32 [rows, columns], contiguous, the largest of a row finite; keys int64
+    [rows]; token_ids int64 [columns] -> int64 [rows], float32 [rows].
+    """
+    drawn: tuple[Tensor, Tensor] = torch.ops.quantkit.draw_rows(
+        scores, keys, token_ids, vocab, temperature
+    )
+    return drawn
+
+
+def widen(scores: Tensor, token_ids: Tensor, vocab: int) -> Tensor:
+    """Return scores of all tokens, -inf for those that have no column.
+
+    Shapes: float32 [rows, columns], int64 [columns] -> [rows, vocab].
+    """
+    wide = scores.new_full((len(scores), vocab), -torch.inf)
+    return wide.index_copy_(1, token_ids, scores)
+
+
 def nucleus_bound(probabilities: Tensor, top_p: float) -> Tensor:
     """Return the probability of the last token needed to reach the mass `top_p`, 0 if none does.
 
@@ -75,6 +106,11 @@ def _logical_shift(bits: Tensor, count: int) -> Tensor:
 
 
 torch.library.define("quantkit::argmax_rows", "(Tensor scores) -> Tensor")
+torch.library.define(
+    "quantkit::draw_rows",
+    "(Tensor scores, Tensor? keys, Tensor? token_ids, int vocab, float temperature)"
+    " -> (Tensor, Tensor)",
+)
 torch.library.define("quantkit::nucleus_bound", "(Tensor probabilities, float top_p) -> Tensor")
 torch.library.define("quantkit::sample_gumbel", "(Tensor scores, Tensor keys) -> Tensor")
 
@@ -86,6 +122,16 @@ def _argmax_rows_reference(scores: Tensor) -> Tensor:
 def _sample_gumbel_reference(scores: Tensor, keys: Tensor) -> Tensor:
     token_ids = torch.arange(scores.shape[-1], device=scores.device)
     return gumbel(keys, token_ids).add_(scores).argmax(dim=-1)
+
+
+def _draw_rows_reference(
+    scores: Tensor, keys: Tensor | None, token_ids: Tensor | None, vocab: int, temperature: float
+) -> tuple[Tensor, Tensor]:
+    wide = scores if token_ids is None else widen(scores, token_ids, vocab)
+    likeliest = argmax_rows(wide)
+    weights = (wide - wide.gather(-1, likeliest[:, None])) / temperature
+    tokens = likeliest if keys is None else sample_gumbel(weights, keys)
+    return tokens, weights.softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 
 def _nucleus_bound_reference(probabilities: Tensor, top_p: float) -> Tensor:
@@ -106,6 +152,12 @@ def _argmax_rows_fake(scores: Tensor) -> Tensor:
     return scores.new_empty(scores.shape[:1], dtype=torch.int64)
 
 
+def _draw_rows_fake(
+    scores: Tensor, keys: Tensor | None, token_ids: Tensor | None, vocab: int, temperature: float
+) -> tuple[Tensor, Tensor]:
+    return _argmax_rows_fake(scores), scores.new_empty(scores.shape[:1])
+
+
 def _nucleus_bound_fake(probabilities: Tensor, top_p: float) -> Tensor:
     return probabilities.new_empty(probabilities.shape[0], 1)
 
@@ -115,8 +167,10 @@ def _sample_gumbel_fake(scores: Tensor, keys: Tensor) -> Tensor:
 
 
 torch.library.impl("quantkit::argmax_rows", "default")(_argmax_rows_reference)
+torch.library.impl("quantkit::draw_rows", "default")(_draw_rows_reference)
 torch.library.impl("quantkit::nucleus_bound", "default")(_nucleus_bound_reference)
 torch.library.impl("quantkit::sample_gumbel", "default")(_sample_gumbel_reference)
 torch.library.register_fake("quantkit::argmax_rows", _argmax_rows_fake)
 torch.library.register_fake("quantkit::sample_gumbel", _sample_gumbel_fake)
+torch.library.register_fake("quantkit::draw_rows", _draw_rows_fake)
 torch.library.register_fake("quantkit::nucleus_bound", _nucleus_bound_fake)

@@ -19,8 +19,8 @@ SHARED = (
 )  # fmt: skip
 OPS = (
     "extension", "op_checks", "outliers", "gate_ops", "ops", "dense_ops", "attention_ops",
-    "cache_ops", "row_ops", "scaled_ops", "block_ops", "sampling_ops", "decoder_ops", "expert_ops",
-    "probe_ops", "qkv_ops", "rounding_ops",
+    "cache_ops", "row_ops", "scaled_ops", "block_ops", "sampling_ops", "decoder_ops", "head_ops",
+    "expert_ops", "probe_ops", "qkv_ops", "rounding_ops",
 )  # fmt: skip
 RUNTIME = (
     "errors", "numerics", "scheme", "shards", "quantized_weight", "checkpoint", "model_names",
@@ -82,6 +82,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "block_ops": ("errors", "numerics", *OPS),
     "sampling_ops": OPS,
     "decoder_ops": ("errors", "numerics", *OPS),
+    "head_ops": OPS,
     "expert_ops": OPS,
     "probe_ops": OPS,
     "qkv_ops": OPS,

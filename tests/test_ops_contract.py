@@ -149,6 +149,7 @@ def test_other_kernels_pass_the_same_tests(kernels: str, share: str) -> None:
         "test_attention_ops.py",
         "test_attention_kernels.py",
         "test_decoder_ops.py",
+        "test_head_ops.py",
         "test_expert_ops.py",
         "test_probe_ops.py",
         "test_sampling_ops.py",

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ from quantkit.extension import EXTENSION_LOADED
 from quantkit.runtime.choice import argmax, gumbel_argmax
 from quantkit.runtime.noise import noise_key
 from quantkit.sampling_ops import gumbel
+from tests import reference
 
 NEAR = 7.0
 """Scores this far below the largest are judged by their noise's bits first: kernel_choice.h."""
@@ -76,6 +78,49 @@ def test_a_row_without_finite_numbers_shows_it() -> None:
     assert gumbel_argmax(rows, KEYS[:3])[:2].tolist() == [70, 3]
 
 
+@pytest.mark.parametrize("temperature", [0.3, 0.7, 1.0, 2.5])
+@pytest.mark.parametrize("columns", [1, 15, 33, 3000])
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("some", [False, True])
+def test_a_draw_is_the_choice_and_its_share(
+    temperature: float, columns: int, rows: int, noise: bool, some: bool
+) -> None:
+    generator = torch.Generator().manual_seed(columns + rows)
+    scores = torch.randn(rows, columns, generator=generator) * 3 + 5
+    vocab = 3 * columns + 2
+    ids = torch.randperm(vocab, generator=generator)[:columns].sort().values
+    keys = torch.tensor(KEYS[:rows])
+    tokens, likelihoods = sampling_ops.draw_rows(
+        scores, keys if noise else None, ids if some else None, vocab, temperature
+    )
+    wide = sampling_ops.widen(scores, ids, vocab) if some else scores
+    weights = (wide - wide.amax(-1, keepdim=True)) / temperature
+    expected = gumbel_argmax(weights, KEYS[:rows]) if noise else argmax(wide)
+    assert torch.equal(tokens, expected)
+    laws = np.exp(reference.log_softmax(wide.double().numpy() / temperature))
+    shares = np.take_along_axis(laws, tokens.numpy()[:, None], axis=1)[:, 0]
+    np.testing.assert_allclose(likelihoods.numpy(), shares, rtol=1e-5)
+
+
+def test_many_draws_of_some_tokens_are_those_from_all() -> None:
+    # The winner near and far, ties, and noise of the ids, not of the columns.
+    scores = weights(len(KEYS), 2_000, 2.0)
+    scores[:, ::7] = -NEAR - 1
+    ids = torch.arange(2_000) * 20 + 3
+    tokens, _ = sampling_ops.draw_rows(scores, torch.tensor(KEYS), ids, 40_003)
+    assert torch.equal(tokens, gumbel_argmax(sampling_ops.widen(scores, ids, 40_003), KEYS))
+
+
+@pytest.mark.parametrize("noise", [None, torch.tensor(KEYS[:1])])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_draw_from_what_is_not_finite_shows_it(value: float, noise: torch.Tensor | None) -> None:
+    scores = torch.randn(1, 50)
+    scores[0, 20] = value
+    _, likelihoods = sampling_ops.draw_rows(scores, noise, None, 50)
+    assert bool(likelihoods.isnan().all())
+
+
 @pytest.mark.parametrize("vocab", [1, 15, 16, 17, 1000])
 def test_argmax_is_torchs(vocab: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
@@ -102,4 +147,16 @@ def test_what_the_ops_do_not_take_is_said() -> None:
         sampling_ops.argmax_rows(torch.zeros(2, 0))
     with pytest.raises(RuntimeError, match=r"scores must be of shape \[rows, vocab\]"):
         sampling_ops.argmax_rows(torch.zeros(8))
+    with pytest.raises(RuntimeError, match=r"token_ids must be of shape \[columns\] = \[8\], got"):
+        sampling_ops.draw_rows(scores, keys, keys, 8)
+    with pytest.raises(RuntimeError, match="temperature must be above 0, got 0"):
+        sampling_ops.draw_rows(scores, keys, None, 8, 0.0)
     assert sampling_ops.sample_gumbel(torch.zeros(0, 8), keys[:0]).shape == (0,)
+
+
+def test_fake_kernels_of_draws_know_the_shapes() -> None:
+    scores, keys = torch.zeros(2, 8), torch.zeros(2, dtype=torch.int64)
+    for inputs in ((scores, keys, None, 8, 0.5), (scores, None, torch.arange(8), 9, 1.0)):
+        torch.library.opcheck(
+            torch.ops.quantkit.draw_rows.default, inputs, test_utils=("test_faketensor",)
+        )

@@ -114,18 +114,7 @@ CacheView cache_view(const char* op, const Tensor& k_cache, const Tensor& v_cach
 
 const int64_t* checked_slots(const char* op, const Tensor& slots, int64_t tokens,
                              const CacheView& cache) {
-  if (slots.scalar_type() != ScalarType::Long) {
-    fail(op, "slots", "int64", dtype_text(slots.scalar_type()));
-  }
-  check_shape(op, "slots", slots, "[num_tokens]", {tokens});
-  check_layout(op, "slots", slots);
-  const auto* data = static_cast<const int64_t*>(slots.const_data_ptr());
-  for (int64_t i = 0; i < tokens; ++i) {
-    if (data[i] < 0 || data[i] >= cache.slots()) {
-      fail(op, "slots", "below " + std::to_string(cache.slots()), std::to_string(data[i]));
-    }
-  }
-  return data;
+  return checked_indices(op, "slots", slots, "[num_tokens]", tokens, cache.slots());
 }
 
 AttentionBatch checked_batch(const char* op, const Tensor& block_tables, const Tensor& lengths,

@@ -16,7 +16,29 @@ inline void check_rows(const char* op, const char* argument, const Tensor& tenso
   check_side_by_side(op, argument, tensor);
 }
 
-// The same, and that the columns are below `features`, so that x may be read there.
+inline const int64_t* checked_integers(const char* op, const char* argument, const Tensor& integers,
+                                       const char* letters, int64_t count) {
+  if (integers.scalar_type() != ScalarType::Long) {
+    fail(op, argument, "int64", dtype_text(integers.scalar_type()));
+  }
+  check_shape(op, argument, integers, letters, {count});
+  check_layout(op, argument, integers);
+  return static_cast<const int64_t*>(integers.const_data_ptr());
+}
+
+// The same, each from 0 and below `end`.
+inline const int64_t* checked_indices(const char* op, const char* argument, const Tensor& indices,
+                                      const char* letters, int64_t count, int64_t end) {
+  const int64_t* data = checked_integers(op, argument, indices, letters, count);
+  for (int64_t i = 0; i < count; ++i) {
+    if (data[i] < 0 || data[i] >= end) {
+      fail(op, argument, "below " + std::to_string(end), std::to_string(data[i]));
+    }
+  }
+  return data;
+}
+
+// As outlier_matrix(), and that the columns are below `features`, so that x may be read there.
 inline OutlierMatrix checked_outliers(const char* op, const std::optional<Tensor>& columns,
                                       const std::optional<Tensor>& weight, int64_t rows,
                                       int64_t features) {

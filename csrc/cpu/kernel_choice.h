@@ -27,12 +27,12 @@ constexpr float kNear = 7.0f;
 
 struct Choice {
   double score;
-  int64_t token;  // negative for none
+  int64_t column;  // negative for none
 
   // Of equals the first stays; a NaN wins over all, as in torch.argmax.
-  void meet(double other, int64_t other_token) {
+  void meet(double other, int64_t other_column) {
     if (score != score) return;
-    if (token < 0 || other > score || other != other) *this = {other, other_token};
+    if (column < 0 || other > score || other != other) *this = {other, other_column};
   }
 };
 
@@ -53,6 +53,29 @@ inline uint64_t noise_bits(uint64_t key, int64_t token) {
   return bits;
 }
 
+// Which token a column is: its own number.
+struct AllTokens {
+  int64_t at(int64_t column) const { return column; }
+  // Noise of kNoiseBits columns.
+  __attribute__((always_inline)) void noise(uint64_t key, int64_t column, NoiseBits& bits) const {
+    QK_UNROLL for (int64_t i = 0; i < kNoiseBits; ++i) bits[i] = (i + 1) * kGolden;
+    bits += key + static_cast<uint64_t>(column) * kGolden;
+    mix(bits);
+  }
+};
+
+// Which token a column is: one of a list.
+struct SomeTokens {
+  const int64_t* ids;
+
+  int64_t at(int64_t column) const { return ids[column]; }
+  __attribute__((always_inline)) void noise(uint64_t key, int64_t column, NoiseBits& bits) const {
+    __builtin_memcpy(&bits, ids + column, sizeof bits);
+    bits = (bits + 1) * kGolden + key;
+    mix(bits);
+  }
+};
+
 inline double gumbel(uint64_t bits) {
   return -__builtin_log(-__builtin_log((static_cast<double>(bits) + 0.5) * 0x1p-52));
 }
@@ -69,12 +92,12 @@ inline uint64_t bits_below(double noise) {
 inline float peak_score(const float* row, int64_t columns) {
   Scores peak = Scores{} - __builtin_inff();
   Flags nans{};
-  for (int64_t token = 0; token < columns; token += kScores) {
+  for (int64_t column = 0; column < columns; column += kScores) {
     Scores score = Scores{} - __builtin_inff();
-    if (token + kScores <= columns) {
-      __builtin_memcpy(&score, row + token, sizeof score);
+    if (column + kScores <= columns) {
+      __builtin_memcpy(&score, row + column, sizeof score);
     } else {
-      __builtin_memcpy(&score, row + token, (columns - token) * sizeof(float));
+      __builtin_memcpy(&score, row + column, (columns - column) * sizeof(float));
     }
     peak = score > peak ? score : peak;
     nans |= score != score;
@@ -87,63 +110,110 @@ inline float peak_score(const float* row, int64_t columns) {
   return highest;
 }
 
-inline int64_t likeliest_token(const float* row, int64_t columns) {
+inline int64_t likeliest_column(const float* row, int64_t columns) {
   const float peak = peak_score(row, columns);
-  int64_t token = 0;
+  int64_t column = 0;
   if (peak == peak) {
-    while (row[token] != peak) ++token;
+    while (row[column] != peak) ++column;
   } else {
-    while (row[token] == row[token]) ++token;
+    while (row[column] == row[column]) ++column;
   }
-  return token;
+  return column;
 }
 
-// The best of tokens [begin, end) that are far and allowed, if their bits are at least `least`.
-inline void meet_far(const float* row, int64_t begin, int64_t end, uint64_t key, float near,
-                     uint64_t least, Choice* best) {
-  for (int64_t token = begin; token < end; ++token) {
-    const uint64_t bits = noise_bits(key, token);
-    if (bits < least || !(row[token] <= near) || row[token] == -__builtin_inff()) continue;
-    best->meet(row[token] + gumbel(bits), token);
+// The best of columns [begin, end) that are far and allowed, if their bits are at least `least`.
+template <class Tokens>
+inline void meet_far(const float* row, int64_t begin, int64_t end, Tokens tokens, uint64_t key,
+                     float near, uint64_t least, Choice* best) {
+  for (int64_t column = begin; column < end; ++column) {
+    const uint64_t bits = noise_bits(key, tokens.at(column));
+    if (bits < least || !(row[column] <= near) || row[column] == -__builtin_inff()) continue;
+    best->meet(row[column] + gumbel(bits), column);
   }
 }
 
-inline int64_t noisiest_token(const float* row, int64_t columns, uint64_t key) {
+template <class Tokens>
+inline int64_t noisiest_column(const float* row, int64_t columns, Tokens tokens, uint64_t key) {
   const float near = peak_score(row, columns) - kNear;
   Choice best{0.0, -1};
-  for (int64_t token = 0; token < columns; ++token) {
-    if (row[token] <= near) continue;  // no NaN is
-    best.meet(row[token] + gumbel(noise_bits(key, token)), token);
+  for (int64_t column = 0; column < columns; ++column) {
+    if (row[column] <= near) continue;  // no NaN is
+    best.meet(row[column] + gumbel(noise_bits(key, tokens.at(column))), column);
   }
-  if (best.token < 0) return 0;  // nothing is above -infinity
+  if (best.column < 0) return 0;  // nothing is above -infinity
   const uint64_t least = bits_below(best.score - near);
   Choice far{0.0, -1};
-  NoiseBits start;
-  for (int64_t i = 0; i < kNoiseBits; ++i) start[i] = key + (i + 1) * kGolden;
-  int64_t token = 0;
-  for (; token + kChoiceBlock <= columns; token += kChoiceBlock) {
-    auto some = start < 0;
+  int64_t column = 0;
+  for (; column + kChoiceBlock <= columns; column += kChoiceBlock) {
+    auto some = NoiseBits{} < 0;
     QK_UNROLL for (int64_t i = 0; i < kChoiceBlock; i += kNoiseBits) {
-      NoiseBits bits = start;
-      mix(bits);
+      NoiseBits bits;
+      tokens.noise(key, column + i, bits);
       some |= bits >= least;
-      start += kNoiseBits * kGolden;
     }
     int64_t any = 0;
     QK_UNROLL for (int64_t i = 0; i < kNoiseBits; ++i) any |= some[i];
-    if (any != 0) meet_far(row, token, token + kChoiceBlock, key, near, least, &far);
+    if (any != 0) meet_far(row, column, column + kChoiceBlock, tokens, key, near, least, &far);
   }
-  meet_far(row, token, columns, key, near, least, &far);
-  const bool wins = far.score > best.score || (far.score == best.score && far.token < best.token);
-  return far.token >= 0 && wins ? far.token : best.token;
+  meet_far(row, column, columns, tokens, key, near, least, &far);
+  const bool wins = far.score > best.score || (far.score == best.score && far.column < best.column);
+  return far.column >= 0 && wins ? far.column : best.column;
 }
 
 inline void choose_tokens(const ChoiceTask& task, int64_t begin, int64_t end) {
   for (int64_t i = begin; i < end; ++i) {
     const float* row = task.scores + i * task.columns;
     task.tokens[i] = task.keys == nullptr
-                         ? likeliest_token(row, task.columns)
-                         : noisiest_token(row, task.columns, static_cast<uint64_t>(task.keys[i]));
+                         ? likeliest_column(row, task.columns)
+                         : noisiest_column(row, task.columns, AllTokens{},
+                                           static_cast<uint64_t>(task.keys[i]));
+  }
+}
+
+// Up to kLanes scores; what is beyond `count` reads as a token that is not allowed.
+template <class Isa>
+inline typename Isa::Lanes load_scores(const float* source, int64_t count) {
+  if (count >= Isa::kLanes) return Isa::Lanes::from(source);
+  float padded[Isa::kLanes];
+  for (int lane = 0; lane < Isa::kLanes; ++lane) padded[lane] = -__builtin_inff();
+  __builtin_memcpy(padded, source, count * sizeof(float));
+  return Isa::Lanes::from(padded);
+}
+
+// weights = (scores - peak) / temperature; returns the sum of their exponentials.
+template <class Isa>
+float weigh(const float* scores, int64_t columns, float temperature, float* weights) {
+  using Lanes = typename Isa::Lanes;
+  const Lanes minus = Lanes::broadcast(-peak_score(scores, columns));
+  const Lanes divisor = Lanes::broadcast(temperature);
+  Lanes sum = Lanes::zero();
+  for (int64_t column = 0; column < columns; column += Isa::kLanes) {
+    const int64_t left = columns - column;
+    const Lanes score = load_scores<Isa>(scores + column, left);
+    const Lanes weight = Lanes::div(Lanes::add(score, minus), divisor);
+    store_lanes<Lanes, Isa::kLanes>(weight, weights + column, left);
+    sum = Lanes::add(sum, Lanes::exp(weight));
+  }
+  return sum.sum();
+}
+
+template <class Isa>
+void draw_tokens(const DrawTask& task, int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; ++i) {
+    const float* scores = task.scores + i * task.columns;
+    float* weights = task.weights + i * task.columns;
+    const float sum = weigh<Isa>(scores, task.columns, task.temperature, weights);
+    int64_t column;
+    if (task.keys == nullptr) {
+      column = likeliest_column(scores, task.columns);
+    } else {
+      const auto key = static_cast<uint64_t>(task.keys[i]);
+      column = task.token_ids == nullptr
+                   ? noisiest_column(weights, task.columns, AllTokens{}, key)
+                   : noisiest_column(weights, task.columns, SomeTokens{task.token_ids}, key);
+    }
+    task.tokens[i] = task.token_ids == nullptr ? column : task.token_ids[column];
+    task.likelihoods[i] = __builtin_expf(weights[column]) / sum;
   }
 }
 

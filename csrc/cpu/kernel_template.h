@@ -52,6 +52,7 @@ constexpr KernelSet kKernels{
     .rotary = rotary<Isa>,
     .append = append<Isa>,
     .choose = choose_tokens,
+    .draw = draw_tokens<Isa>,
     .round_rows = round_rows<Isa>,
     .scale_errors = scale_errors<Isa>,
     .feed_back = feed_back<Isa>,

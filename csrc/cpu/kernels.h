@@ -205,6 +205,18 @@ struct ChoiceTask {
   int64_t columns;
 };
 
+// One token a row, and how likely it was. Weights are (score - largest of the row) / temperature.
+struct DrawTask {
+  const float* scores;       // [rows, columns], contiguous; at least one column
+  const int64_t* keys;       // [rows], of Gumbel noise on the weights, or null for none
+  const int64_t* token_ids;  // [columns], ascending, or null where a column is its own token
+  float temperature;
+  float* weights;      // [rows, columns], for the kernel's use
+  int64_t* tokens;     // [rows]
+  float* likelihoods;  // [rows]: softmax of the weights, at the token
+  int64_t columns;
+};
+
 struct KernelSet {
   // To be called on each thread before and after all others; null for nothing.
   void (*enter)();
@@ -230,6 +242,7 @@ struct KernelSet {
   void (*rotary)(const RotaryTask&, int64_t begin, int64_t end);
   void (*append)(const AppendTask&, int64_t begin, int64_t end);
   void (*choose)(const ChoiceTask&, int64_t begin, int64_t end);
+  void (*draw)(const DrawTask&, int64_t begin, int64_t end);
   void (*round_rows)(const RoundTask&, int64_t begin, int64_t end);
   void (*scale_errors)(const ScaleErrorsTask&, int64_t begin, int64_t end);
   void (*feed_back)(const FeedbackTask&, int64_t begin, int64_t end);

@@ -74,6 +74,15 @@ torch::stable::Tensor decoder_step(
     torch::stable::Tensor query_starts, int64_t heads, int64_t kv_heads, double eps,
     double softmax_scale, std::string activation, std::optional<double> softcap);
 
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> head_step(
+    torch::stable::Tensor known, torch::stable::Tensor token_ids, torch::stable::Tensor embedding,
+    std::vector<torch::stable::Tensor> weights, std::vector<torch::stable::Tensor> caches,
+    std::vector<int64_t> numbers, torch::stable::Tensor cos, torch::stable::Tensor sin,
+    torch::stable::Tensor positions, torch::stable::Tensor slots,
+    torch::stable::Tensor block_tables, torch::stable::Tensor lengths,
+    torch::stable::Tensor query_starts, int64_t heads, int64_t kv_heads, double eps,
+    double softmax_scale, std::string activation);
+
 torch::stable::Tensor expert_mlps(torch::stable::Tensor x, torch::stable::Tensor numbers,
                                   torch::stable::Tensor weights,
                                   std::vector<torch::stable::Tensor> linears,
@@ -82,6 +91,10 @@ torch::stable::Tensor expert_mlps(torch::stable::Tensor x, torch::stable::Tensor
 torch::stable::Tensor argmax_rows(torch::stable::Tensor scores);
 
 torch::stable::Tensor sample_gumbel(torch::stable::Tensor scores, torch::stable::Tensor keys);
+
+std::tuple<torch::stable::Tensor, torch::stable::Tensor> draw_rows(
+    torch::stable::Tensor scores, std::optional<torch::stable::Tensor> keys,
+    std::optional<torch::stable::Tensor> token_ids, int64_t vocab, double temperature);
 
 torch::stable::Tensor round_rows(torch::stable::Tensor x,
                                  std::optional<torch::stable::Tensor> scale, std::string format);

@@ -28,10 +28,13 @@ class Rotation:
         """Return cos and sin, each [num_tokens, rotary_dim], of positions below `end`."""
         if positions.is_cuda:  # a recorded graph must not read a table that may be replaced
             return self._compute(positions, dtype)
-        cos, sin = self._tables.get(dtype) or self._table(256, dtype)
-        if len(cos) < end:
-            cos, sin = self._table(max(end, 2 * len(cos)), dtype)
+        cos, sin = self.tables(end, dtype)
         return cos.index_select(0, positions), sin.index_select(0, positions)
+
+    def tables(self, end: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of all positions below `end`, and perhaps more."""
+        cos, sin = self._tables.get(dtype) or self._table(256, dtype)
+        return (cos, sin) if len(cos) >= end else self._table(max(end, 2 * len(cos)), dtype)
 
     def _table(self, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         positions = torch.arange(length, device=self._frequencies.device)

@@ -108,6 +108,14 @@ def is_processed(prefixes: Sequence[Prefix], params: ResolvedParams) -> bool:
     return short or _penalizes(params) or bool(params.logit_bias)
 
 
+def is_plain(params: ResolvedParams) -> bool:
+    """Return whether nothing but the temperature stands between logits and tokens."""
+    if _penalizes(params) or params.logit_bias or params.min_new_tokens > 0:
+        return False
+    filters = params.min_p > 0 or params.top_k > 0 or params.top_p < 1
+    return params.temperature == 0 or not filters
+
+
 def _penalizes(params: ResolvedParams) -> bool:
     return (
         params.repetition_penalty != 1

@@ -53,17 +53,20 @@ class Controller:
         self._passes = 0  # in the step at hand
         self._won = 0.0  # seconds, on the texts at hand
         self._plain = 0.0  # seconds that its tokens would have taken without drafts
+        self._asked: tuple[float, float] | None = None  # the prices, until something changes
 
     def begin_texts(self) -> None:
         """Say that a generation begins; what holds for its texts is not known yet."""
         self.acceptance.begin_texts()
         self._won = self._plain = 0.0
+        self._asked = None
 
     def begin_step(self, batch: int, behind: int | None = None) -> None:
         """Say how many sequences run in the next step, and for how many of these drafts count."""
         self._batch = batch
         self._behind = batch if behind is None else behind
         self._passes = 0
+        self._asked = None
 
     @property
     def probing(self) -> bool:
@@ -95,16 +98,30 @@ class Controller:
         freed = (self._batch - self._behind) * self._row_seconds()
         return max(step - freed, self._behind / self._batch * step)
 
-    def pays(self, source: str, guesses: Sequence[Guess], num_drafts: int) -> bool:
+    def _prices(self) -> tuple[float, float]:
+        """Return the tokens that a row for each sequence and a drafting pass have to bring.
+
+        They are asked for after every drafted token, and change with the step.
+        """
+        if self._asked is None:
+            price = self._price()
+            self._asked = price * self._row_seconds(), price * self._pass()
+        return self._asked
+
+    def chance(self, guess: Guess, place: int) -> float:
+        """Return P(a guess is accepted) if all before it are; see Judge."""
+        return self.acceptance.rate(guess, place)
+
+    def pays(self, source: str, place: int, survival: float, num_drafts: int) -> bool:
         """Return whether another pass of `source` pays for a draft; see Judge."""
-        if self.probing and not guesses:
+        if self.probing and place == 0:
             return True
-        survival = self._survival(guesses) * self.acceptance.prospect(source, len(guesses))
-        return survival > self._price() * (self._pass() / num_drafts + self._row_seconds())
+        row, each_pass = self._prices()
+        return survival * self.acceptance.prospect(source, place) > row + each_pass / num_drafts
 
     def value(self, guesses: Sequence[Guess]) -> float:
         """Return the expected gain in tokens of verifying a draft; see Judge."""
-        price = self._price() * self._row_seconds()
+        price, _ = self._prices()
         best = total = 0.0
         for survival in self.acceptance.survivals(guesses):
             total += survival - price
@@ -113,7 +130,8 @@ class Controller:
 
     def prospect(self, source: str, limit: int, num_drafts: int) -> float:
         """Return the expected gain in tokens of a draft that is yet to be made; see Judge."""
-        price = self._price() * (self._row_seconds() + self._pass() / num_drafts)
+        row, each_pass = self._prices()
+        price = row + each_pass / num_drafts
         best = total = 0.0
         survival = 1.0
         for place in range(limit):
@@ -157,6 +175,7 @@ class Controller:
         else:
             draft_seconds = self._passes * self._pass()
             seconds = self.costs.seconds(self._batch, rows)
+        self._asked = None
         self._settle(tokens if tokens_behind is None else tokens_behind, rows, draft_seconds)
         old_tokens, old_seconds = self._rates.get(self._batch, (0.0, 0.0))
         self._rates[self._batch] = (
@@ -184,9 +203,7 @@ class Controller:
         each = seconds / passes
         old = each if self._pass_seconds is None else self._pass_seconds
         self._pass_seconds = 0.9 * old + 0.1 * min(each, 2 * old)
-
-    def _survival(self, guesses: Sequence[Guess]) -> float:
-        return self.acceptance.survivals(guesses)[-1] if guesses else 1.0
+        self._asked = None
 
     def _pass(self) -> float:
         """Return the seconds of a drafting pass; before the first, a tenth of a step's."""

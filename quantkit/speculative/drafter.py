@@ -14,10 +14,15 @@ from quantkit.speculative.drawing import Draw
 class Judge(Protocol):
     """Whether drafting pays, from acceptance and cost as measured so far."""
 
-    def pays(self, source: str, guesses: Sequence[Guess], num_drafts: int) -> bool:
-        """Return whether `source` should run another pass to extend a draft by one token.
+    def chance(self, guess: Guess, place: int) -> float:
+        """Return P(a guess is accepted) at a place of its draft, if all before it are."""
+        ...
 
-        `guesses` are those of the draft so far; `num_drafts` drafts share the pass.
+    def pays(self, source: str, place: int, survival: float, num_drafts: int) -> bool:
+        """Return whether `source` should run another pass to draft the token at `place`.
+
+        `survival` is P(all before it are accepted), the product of their chances; `num_drafts`
+        drafts share the pass.
         """
         ...
 

@@ -6,18 +6,27 @@ their law has to be kept, is the business of the verification in use.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from quantkit.runtime.choice import argmax, gumbel_argmax
+from quantkit.runtime.choice import gumbel_argmax
 from quantkit.runtime.noise import noise_key
 from quantkit.runtime.params import ResolvedParams
 from quantkit.runtime.request import Request
-from quantkit.runtime.sampling import Prefix, is_processed, log_weights, process
+from quantkit.runtime.sampling import (
+    MIN_TEMPERATURE,
+    Prefix,
+    is_plain,
+    is_processed,
+    log_weights,
+    process,
+)
+from quantkit.runtime.sending import send_numbers
+from quantkit.sampling_ops import draw_rows
 from quantkit.speculative.rejection import Purpose, round_key
 from quantkit.speculative.vocabulary import DraftVocabulary
 
@@ -50,6 +59,7 @@ class Draw(Protocol):
 
 def draw_coupled(params: ResolvedParams) -> Draw:
     """Return a Draw that uses the target's own noise: equal laws then give equal tokens."""
+    plain = is_plain(params)
 
     def draw(
         logits: Tensor,
@@ -57,20 +67,26 @@ def draw_coupled(params: ResolvedParams) -> Draw:
         drafted: Sequence[Sequence[int]],
         vocabulary: DraftVocabulary | None = None,
     ) -> Drawn:
-        prefixes = _prefixes(requests, drafted)
-        if vocabulary is not None and is_processed(prefixes, params):
-            logits, vocabulary = vocabulary.widen(logits), None
+        scores, temperature = logits, max(params.temperature, MIN_TEMPERATURE)
+        if not plain:
+            prefixes = _prefixes(requests, drafted)
+            if vocabulary is not None and is_processed(prefixes, params):
+                scores, vocabulary = vocabulary.widen(scores), None
+            if params.temperature == 0:
+                scores = process(scores, prefixes, params)
+            else:
+                scores, temperature = log_weights(scores, prefixes, params), 1.0
         if params.temperature == 0:
-            scores = process(logits, prefixes, params)
-            return _of_columns(argmax(scores), scores, vocabulary)
-        keys = [noise_key(params.seed, prefix.sequence, prefix.position) for prefix in prefixes]
-        weights = log_weights(logits, prefixes, params)
-        if vocabulary is None:
-            return _of_columns(gumbel_argmax(weights, keys), weights, None)
-        # The noise is that of token ids, and a small vocabulary's are far apart.
-        tokens = gumbel_argmax(vocabulary.widen(weights), keys)
-        columns = torch.searchsorted(vocabulary.token_ids, tokens)
-        return _of_columns(columns, weights, vocabulary)
+            return _draw_rows(scores, None, vocabulary, 1.0)
+        keys = [
+            noise_key(params.seed, request.sequence, request.length + len(tokens))
+            for request, tokens in zip(requests, drafted, strict=True)
+        ]
+        # The noise is that of token ids, whichever have a column.
+        drawn = _draw_rows(scores, keys, vocabulary, temperature)
+        if not all(map(math.isfinite, drawn.confidences)):
+            log_weights(logits, _prefixes(requests, drafted), params)  # says where
+        return drawn
 
     return draw
 
@@ -104,10 +120,17 @@ def _prefixes(requests: Sequence[Request], drafted: Sequence[Sequence[int]]) -> 
     return [request.prefix(tokens) for request, tokens in zip(requests, drafted, strict=True)]
 
 
-def _of_columns(columns: Tensor, scores: Tensor, vocabulary: DraftVocabulary | None) -> Drawn:
-    """Return what was drawn, given its column in each row of scores."""
-    tokens = columns if vocabulary is None else vocabulary.token_ids[columns]
-    return Drawn(tokens.tolist(), _at(scores.softmax(-1), columns), None)
+def _draw_rows(
+    scores: Tensor,
+    keys: Sequence[int] | None,
+    vocabulary: DraftVocabulary | None,
+    temperature: float,
+) -> Drawn:
+    """Return what the op draws, where columns are those of a vocabulary or all tokens."""
+    ids, size = (None, 0) if vocabulary is None else (vocabulary.token_ids, vocabulary.size)
+    noise = None if keys is None else send_numbers(keys, scores.device)
+    tokens, likelihoods = draw_rows(scores.contiguous(), noise, ids, size, temperature)
+    return Drawn(tokens.tolist(), likelihoods.tolist(), None)
 
 
 def _at(laws: Tensor, columns: Tensor) -> list[float]:

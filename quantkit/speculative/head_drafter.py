@@ -14,10 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quantkit import ops
-from quantkit.attention_ops import rms_norm
-from quantkit.decoder_ops import StepLayers, StepLinear, decoder_step
+from quantkit.decoder_ops import StepLayers, StepLinear
 from quantkit.errors import CheckpointError
+from quantkit.head_ops import StepHead, head_step
 from quantkit.runtime.engine import Engine
 from quantkit.runtime.generation import PREFILL_CHUNK
 from quantkit.runtime.kv_cache import CacheLayout, PagedCache
@@ -56,16 +55,16 @@ class HeadRunner:
             for name, tensor in head.weights.items()
             if tensor.dim() == 2
         }
-        self._norms = norms
-        self._input = linears["input"]
-        self._output = _linear(ends.output[head.token_ids].float(), device)
+        output = _linear(ends.output[head.token_ids].float(), device)
+        layer = StepLayers()
+        before, after = norms["input_norm"], norms["post_norm"]
+        inner = (linears["gate_up"], linears["down"])
+        layer.add(before, None, None, after, linears["qkv"], linears["out"], *inner, None, 1)
+        ends_of = (norms["hidden_norm"], norms["token_norm"], norms["norm"])
+        self._head = StepHead.of(ends_of, linears["input"], layer, output)
         self._rule = ends.logits
         self._embedding = ends.embedding.to(device, self.dtype)
         self.vocabulary = DraftVocabulary(head.token_ids.to(device), shape.vocab_size)
-        self._layers = StepLayers()
-        before, after = norms["input_norm"], norms["post_norm"]
-        inner = (linears["gate_up"], linears["down"])
-        self._layers.add(before, None, None, after, linears["qkv"], linears["out"], *inner, None, 1)
         self._rotation = Rotation(rotation_frequencies(shape).to(device), 1.0)
         self._layout = CacheLayout(1, shape.num_kv_heads, shape.head_dim, self.dtype, device)
 
@@ -80,44 +79,35 @@ class HeadRunner:
         sequences: Sequence[int],
         counts: Sequence[int],
         cache: PagedCache,
-    ) -> Tensor:
-        """Append entries and return the guessed hidden states.
+    ) -> tuple[Tensor, Tensor]:
+        """Append entries; return what is guessed after the last of each sequence, and its logits.
 
         Shapes: known [num_entries, hidden_size], what the target knew before each token; token_ids
-        int64 [num_entries] -> [num_entries, hidden_size].
+        int64 [num_entries] -> [num_sequences, hidden_size], float32 [num_sequences, columns of
+        `vocabulary`].
         """
-        shape, eps = self.shape, self.shape.norm_eps
+        shape = self.shape
         step = cache.plan(sequences, counts).to(known.device)
-        token = F.embedding(token_ids, self._embedding)
-        both = torch.cat(
-            (
-                rms_norm(known, self._norms["hidden_norm"], eps),
-                rms_norm(token, self._norms["token_norm"], eps),
-            ),
-            dim=-1,
-        )
-        hidden = decoder_step(
-            _apply(self._input, both),
-            self._layers,
+        hidden, products = head_step(
+            known,
+            token_ids,
+            self._embedding,
+            self._head,
             cache.tensors(),
-            self._norms["norm"],
-            self._rotation.at(step.positions, max(step.new_lengths), self.dtype),
+            self._rotation.tables(max(step.new_lengths), self.dtype),
+            step.positions,
             step.slots,
             step.block_tables,
             step.lengths,
             step.query_starts,
             shape.num_heads,
             shape.num_kv_heads,
-            eps,
+            shape.norm_eps,
             shape.head_dim**-0.5,
             ACTIVATION,
         )
         cache.commit(step)
-        return hidden
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits of `vocabulary`. Shapes: [rows, hidden_size] -> float32 [rows, columns]."""
-        return self._rule(_apply(self._output, hidden, torch.float32))
+        return hidden, self._rule(products)
 
 
 class HeadSession:
@@ -140,14 +130,16 @@ class HeadSession:
             Attempt(request, limit) for request, limit in zip(requests, limits, strict=True)
         ]
         active = [attempts[row] for row in self._going_on(attempts, judge)]
-        hidden = self._catch_up(active) if active else None
-        while hidden is not None:
-            self._extend(active, hidden)
+        guesses = self._catch_up(active) if active else None
+        while guesses is not None:
+            hidden, logits = guesses
+            self._extend(active, logits)
             rows = self._going_on(active, judge)
             if not rows:
                 break
-            active = [active[row] for row in rows]
-            hidden = self._pass(hidden[rows], [attempt.tokens[-1:] for attempt in active], active)
+            if len(rows) < len(active):
+                hidden, active = hidden[rows], [active[row] for row in rows]
+            guesses = self._pass(hidden, [attempt.tokens[-1:] for attempt in active], active)
         return [attempt.draft() for attempt in attempts]
 
     def finish(self, request: Request) -> None:
@@ -163,10 +155,10 @@ class HeadSession:
             row for row, attempt in enumerate(attempts) if attempt.goes_on(SOURCE, judge, count)
         ]
 
-    def _extend(self, attempts: Sequence[Attempt], hidden: Tensor) -> None:
-        """Draw a token for each attempt from its newest entry; hidden [len(attempts), hidden]."""
+    def _extend(self, attempts: Sequence[Attempt], logits: Tensor) -> None:
+        """Draw a token for each attempt; logits [len(attempts), columns]."""
         drawn = self._draw(
-            self._runner.logits(hidden),
+            logits,
             [attempt.request for attempt in attempts],
             [attempt.tokens for attempt in attempts],
             self._runner.vocabulary,
@@ -175,8 +167,8 @@ class HeadSession:
             law = None if drawn.laws is None else drawn.laws[row]
             attempt.add(SOURCE, drawn.tokens[row], drawn.confidences[row], law)
 
-    def _catch_up(self, attempts: Sequence[Attempt]) -> Tensor:
-        """Make the entries of all committed tokens; return the last of each attempt."""
+    def _catch_up(self, attempts: Sequence[Attempt]) -> tuple[Tensor, Tensor]:
+        """Make the entries of all committed tokens; return what `_pass` does."""
         known, tokens = [], []
         for attempt in attempts:
             request, sequence = attempt.request, attempt.request.sequence
@@ -192,17 +184,12 @@ class HeadSession:
 
     def _pass(
         self, known: Tensor, tokens: Sequence[list[int]], attempts: Sequence[Attempt]
-    ) -> Tensor:
-        """Append entries for several tokens a sequence; return the last one of each."""
+    ) -> tuple[Tensor, Tensor]:
+        """Append entries for several tokens a sequence; return hidden states and logits of each."""
         self.passes += 1
         ids = torch.tensor([token for row in tokens for token in row], device=known.device)
         sequences = [attempt.request.sequence for attempt in attempts]
-        counts = [len(row) for row in tokens]
-        hidden = self._runner.run(known, ids, sequences, counts, self._cache)
-        if len(hidden) == len(counts):
-            return hidden
-        ends = torch.tensor(counts).cumsum(0) - 1
-        return hidden[ends.to(hidden.device)]
+        return self._runner.run(known, ids, sequences, [len(row) for row in tokens], self._cache)
 
 
 class HeadDrafter:
@@ -234,8 +221,3 @@ class HeadDrafter:
 def _linear(weight: Tensor, device: torch.device) -> StepLinear:
     codes, scale = quantize_rows(weight)
     return StepLinear(codes.to(device), scale.to(device), None, weight.shape[1])
-
-
-def _apply(linear: StepLinear, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    assert linear.scale is not None
-    return ops.fp8_linear(x, linear.weight, linear.scale, None, linear.group_size, dtype=dtype)

@@ -34,6 +34,8 @@ class Attempt:
     tokens: list[int] = field(default_factory=list)
     guesses: list[Guess] = field(default_factory=list)
     laws: list[Tensor] = field(default_factory=list)
+    survival: float = 1.0  # P(the first `judged` guesses are accepted)
+    judged: int = 0
 
     def add(self, source: str, token: int, confidence: float, law: Tensor | None) -> None:
         """Append a token."""
@@ -48,7 +50,10 @@ class Attempt:
             return False
         if self.tokens and self.tokens[-1] in self.request.params.ending_ids:
             return False
-        return judge.pays(source, self.guesses, num_drafts)
+        for place in range(self.judged, len(self.guesses)):
+            self.survival *= judge.chance(self.guesses[place], place)
+        self.judged = len(self.guesses)
+        return judge.pays(source, self.judged, self.survival, num_drafts)
 
     def draft(self) -> Draft:
         """Return what came of it."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import UnsupportedError
+from quantkit.sampling_ops import widen
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +25,7 @@ class DraftVocabulary:
 
         Shapes: float32 [rows, columns] -> [rows, size].
         """
-        wide = logits.new_full((len(logits), self.size), -torch.inf)
-        return wide.index_copy_(1, self.token_ids, logits)
+        return widen(logits, self.token_ids, self.size)
 
 
 def token_map(tokenizer: Any) -> dict[int, str]:

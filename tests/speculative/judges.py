@@ -15,8 +15,11 @@ class FixedJudge:
         self.prospects = prospects
         self.asked: list[tuple[str, int, int]] = []
 
-    def pays(self, source: str, guesses: Sequence[Guess], num_drafts: int) -> bool:
-        self.asked.append((source, len(guesses), num_drafts))
+    def chance(self, guess: Guess, place: int) -> float:
+        return guess.prior
+
+    def pays(self, source: str, place: int, survival: float, num_drafts: int) -> bool:
+        self.asked.append((source, place, num_drafts))
         return self.answer
 
     def value(self, guesses: Sequence[Guess]) -> float:

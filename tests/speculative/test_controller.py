@@ -115,25 +115,26 @@ def test_a_model_is_asked_while_its_next_token_is_worth_a_pass_and_a_row() -> No
         judge.acceptance.observe(draft(0.9, 0.9, 0.9), 2, 3)
     guesses = draft(0.9, 0.9, 0.9).guesses
     # A pass counts as a tenth of a step until one is measured; prospects are 1, 1 and 0.
-    assert judge.pays("s", guesses[:0], 1)
-    assert judge.pays("s", guesses[:1], 1)
-    assert not judge.pays("s", guesses[:2], 1)
+    chances = [judge.chance(guess, place) for place, guess in enumerate(guesses)]
+    assert judge.pays("s", 0, 1.0, 1)
+    assert judge.pays("s", 1, chances[0], 1)
+    assert not judge.pays("s", 2, chances[0] * chances[1], 1)
 
 
 def test_a_pass_is_shared_by_the_drafts_in_it() -> None:
     judge = controller(row_cost(0.5))
     judge.observe_passes(2, 0.4)
-    single = judge.pays("unknown", (), 1)
-    assert judge.pays("unknown", (), 8) >= single
+    single = judge.pays("unknown", 0, 1.0, 1)
+    assert judge.pays("unknown", 0, 1.0, 8) >= single
 
 
 def test_a_pass_that_reads_what_was_missed_says_nothing_about_the_next() -> None:
     judge = Controller(StepCosts(row_cost(0.1)), Acceptance())
     judge.begin_step(1)
     judge.observe_passes(1, 50.0, steady=False)
-    assert judge.pays("s", (), 1)
+    assert judge.pays("s", 0, 1.0, 1)
     judge.observe_passes(1, 50.0)
-    assert not judge.pays("s", (), 1)
+    assert not judge.pays("s", 0, 1.0, 1)
 
 
 def test_values_and_prospects_are_gains_in_tokens() -> None:
@@ -204,4 +205,4 @@ def test_who_has_won_may_lose_again() -> None:
     for _ in range(30):
         judge.observe_step(1, 5, 0.0, 0.0)
     assert not judge.affordable
-    assert not judge.pays("s", [Guess("s", "unsure", 0.5)], 1)
+    assert not judge.pays("s", 1, 0.5, 1)

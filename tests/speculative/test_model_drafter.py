@@ -76,8 +76,8 @@ def test_the_judge_ends_a_draft_before_the_next_pass() -> None:
     engine = FakeEngine(VOCAB)
 
     class Two(FixedJudge):
-        def pays(self, source: str, guesses: Sequence[object], num_drafts: int) -> bool:
-            return source == "model" and len(guesses) < 2
+        def pays(self, source: str, place: int, survival: float, num_drafts: int) -> bool:
+            return source == "model" and place < 2
 
     drafting = session(engine)
     (draft,) = drafting.propose([request([1, 2])], [9], Two())
