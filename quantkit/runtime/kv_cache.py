@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -155,7 +156,7 @@ class PagedCache:
 
         The step's tensors are on the CPU.
         """
-        # Plain lists: this runs for every token, and an array takes as long for one as for many.
+        # Plain lists, and arrays at the end: this runs for every token, and calls are what it takes.
         totals: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
@@ -171,11 +172,11 @@ class PagedCache:
         return CacheStep(
             sequences=tuple(sequences),
             new_lengths=tuple(totals),
-            positions=torch.tensor(positions, dtype=torch.int64),
-            slots=torch.tensor(slots, dtype=torch.int64),
+            positions=torch.from_numpy(np.array(positions, np.int64)),
+            slots=torch.from_numpy(np.array(slots, np.int64)),
             block_tables=torch.from_numpy(self._tables.numpy()[list(sequences), :width]),
-            lengths=torch.tensor(totals, dtype=torch.int32),
-            query_starts=torch.tensor(ends, dtype=torch.int32),
+            lengths=torch.from_numpy(np.array(totals, np.int32)),
+            query_starts=torch.from_numpy(np.array(ends, np.int32)),
             last_rows=tuple(end - 1 for end in ends[1:]),
         )
 

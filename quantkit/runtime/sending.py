@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,4 +22,4 @@ def send(tensor: Tensor, device: torch.device) -> Tensor:
 
 def send_numbers(numbers: Iterable[int], device: torch.device) -> Tensor:
     """Return int64 numbers on `device`."""
-    return send(torch.tensor(list(numbers), dtype=torch.int64), device)
+    return send(torch.from_numpy(np.array(list(numbers), np.int64)), device)

@@ -22,6 +22,7 @@ from quantkit.runtime.generation import PREFILL_CHUNK
 from quantkit.runtime.kv_cache import CacheLayout, PagedCache
 from quantkit.runtime.request import Request
 from quantkit.runtime.rotation import Rotation
+from quantkit.runtime.sending import send_numbers
 from quantkit.runtime.verification import Draft
 from quantkit.speculative.drafter import DraftSession, Judge
 from quantkit.speculative.drawing import Draw
@@ -187,7 +188,7 @@ class HeadSession:
     ) -> tuple[Tensor, Tensor]:
         """Append entries for several tokens a sequence; return hidden states and logits of each."""
         self.passes += 1
-        ids = torch.tensor([token for row in tokens for token in row], device=known.device)
+        ids = send_numbers((token for row in tokens for token in row), known.device)
         sequences = [attempt.request.sequence for attempt in attempts]
         return self._runner.run(known, ids, sequences, [len(row) for row in tokens], self._cache)
 
