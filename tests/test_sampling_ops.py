@@ -121,7 +121,7 @@ def test_a_draw_from_what_is_not_finite_shows_it(value: float, noise: torch.Tens
     assert bool(likelihoods.isnan().all())
 
 
-@pytest.mark.parametrize("vocab", [1, 15, 16, 17, 1000])
+@pytest.mark.parametrize("vocab", [1, 15, 16, 17, 63, 64, 65, 1000])
 def test_argmax_is_torchs(vocab: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
     rows = torch.randint(-4, 4, (200, vocab), generator=generator).float()

@@ -20,6 +20,8 @@ constexpr int64_t kScores = 16;
 constexpr int64_t kNoiseBits = 8;
 // Tokens whose noise is looked at together.
 constexpr int64_t kChoiceBlock = 32;
+// Tokens that are passed over together when none is of interest.
+constexpr int64_t kScanned = 4 * kScores;
 
 // Scores below the largest by more than this are far, in nats: one in exp(kNear) of their tokens has
 // noise that could make up for it.
@@ -110,10 +112,29 @@ inline float peak_score(const float* row, int64_t columns) {
   return highest;
 }
 
+// Where the next kScanned columns are of which `test` flags one, or fewer are left.
+template <class Test>
+inline int64_t next_flagged(const float* row, int64_t column, int64_t columns, const Test& test) {
+  for (; column + kScanned <= columns; column += kScanned) {
+    Flags some{};
+    QK_UNROLL for (int64_t i = 0; i < kScanned; i += kScores) {
+      Scores score;
+      __builtin_memcpy(&score, row + column + i, sizeof score);
+      test(score, some);
+    }
+    int32_t any = 0;
+    QK_UNROLL for (int64_t i = 0; i < kScores; ++i) any |= some[i];
+    if (any != 0) break;
+  }
+  return column;
+}
+
 inline int64_t likeliest_column(const float* row, int64_t columns) {
   const float peak = peak_score(row, columns);
   int64_t column = 0;
   if (peak == peak) {
+    const auto largest = [&](const Scores& score, Flags& some) { some |= score == peak; };
+    column = next_flagged(row, 0, columns, largest);
     while (row[column] != peak) ++column;
   } else {
     while (row[column] == row[column]) ++column;
@@ -135,10 +156,14 @@ inline void meet_far(const float* row, int64_t begin, int64_t end, Tokens tokens
 template <class Tokens>
 inline int64_t noisiest_column(const float* row, int64_t columns, Tokens tokens, uint64_t key) {
   const float near = peak_score(row, columns) - kNear;
+  const auto is_near = [&](const Scores& score, Flags& some) { some |= ~(score <= near); };
   Choice best{0.0, -1};
-  for (int64_t column = 0; column < columns; ++column) {
-    if (row[column] <= near) continue;  // no NaN is
-    best.meet(row[column] + gumbel(noise_bits(key, tokens.at(column))), column);
+  for (int64_t first = 0; first < columns; first += kScanned) {
+    first = next_flagged(row, first, columns, is_near);
+    for (int64_t column = first; column < at_most(first + kScanned, columns); ++column) {
+      if (row[column] <= near) continue;  // no NaN is
+      best.meet(row[column] + gumbel(noise_bits(key, tokens.at(column))), column);
+    }
   }
   if (best.column < 0) return 0;  // nothing is above -infinity
   const uint64_t least = bits_below(best.score - near);

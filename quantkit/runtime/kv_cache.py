@@ -156,7 +156,7 @@ class PagedCache:
 
         The step's tensors are on the CPU.
         """
-        # Plain lists, and arrays at the end: this runs for every token, and calls are what it takes.
+        # Lists, and arrays at the end: this runs for every token, and calls are what it takes.
         totals: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
