@@ -60,9 +60,13 @@ class Phase:
 
     def advance(self, note: str = "") -> None:
         """Count one step as done; `note` says what came out of it."""
-        self._done += 1
+        self.reach(self._done + 1, note)
+
+    def reach(self, done: int, note: str = "") -> None:
+        """Say how many steps are done, more than before; `note` says what came out of them."""
+        self._done = done
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], advance=1, note=note)
+            self._bar.update(self._bar.task_ids[0], completed=done, note=note)
         elif self._plain:
             elapsed = time.monotonic() - self._started
             left = elapsed / (self._done - self._done_before) * (self.total - self._done)

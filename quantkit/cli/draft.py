@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from quantkit.cli.console import note, quiet_transformers, write
+
+if TYPE_CHECKING:
+    from quantkit.calibrate.progress import Phase
 
 
 def draft(
@@ -38,6 +42,7 @@ def draft(
     ] = False,
 ) -> None:
     """Train a drafter head that `--draft auto` uses: one layer that runs ahead of the model."""
+    from quantkit.calibrate.progress import Phase
     from quantkit.load import load_fp8
     from quantkit.speculative.head_weights import FOLDER, check_head_destination
     from quantkit.speculative.training import train_drafter
@@ -47,13 +52,32 @@ def draft(
     texts = [text for source in data or [] for text in _texts(source)]
     model = load_fp8(checkpoint, device=device, threads=threads)
     quiet_transformers()
-    head = train_drafter(model, texts, minutes, seed, report=note)
+    with Phase("drafter, % of time", 100) as phase:
+        clock = _Clock(phase, 60 * minutes)
+        head = train_drafter(model, texts, minutes, seed, report=clock.tell)
     path = head.save(folder)
     if as_json:
         write(json.dumps({"path": str(path), **head.report}) + "\n")
     else:
         note(_summary(head.report["sampled_acceptance"], head.report["greedy_acceptance"]))
         write(f"{path}\n")
+
+
+class _Clock:
+    """Shows what is reported at the share of the time that is over."""
+
+    def __init__(self, phase: Phase, seconds: float) -> None:
+        self._phase = phase
+        self._seconds = seconds
+        self._begin = time.monotonic()
+        self._done = 0
+
+    def tell(self, line: str) -> None:
+        """Show a line, if a hundredth of the time is over since the last one."""
+        done = min(int(100 * (time.monotonic() - self._begin) / self._seconds), 100)
+        if done > self._done:
+            self._done = done
+            self._phase.reach(done, line)
 
 
 def _texts(source: str) -> list[str]:

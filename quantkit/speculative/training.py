@@ -88,17 +88,17 @@ def _head_shape(model: Fp8Model) -> HeadShape:
 
 
 class _Now:
-    """Reports every tenth of the training, with the mean loss since the last time."""
+    """Reports every hundredth of the training, with the mean loss since the last time."""
 
     def __init__(self, report: Report) -> None:
         self._report = report
         self._losses: list[float] = []
-        self._tenths = 0
+        self._reported = 0
 
     def training(self, share: float, loss: float) -> None:
         self._losses.append(loss)
-        if int(10 * share) > self._tenths:
-            self._tenths = int(10 * share)
+        if int(100 * share) > self._reported:
+            self._reported = int(100 * share)
             mean = sum(self._losses) / len(self._losses)
             self._report(f"trained {share:.0%}, loss {mean:.3f}")
             self._losses.clear()
