@@ -137,6 +137,15 @@ def test_a_pass_that_reads_what_was_missed_says_nothing_about_the_next() -> None
     assert not judge.pays("s", 0, 1.0, 1)
 
 
+def test_prices_are_kept_for_a_step_and_follow_what_it_brought() -> None:
+    judge = controller(row_cost(0.1))
+    judge.begin_step(1)
+    assert judge.pays("s", 1, 0.5, 1)
+    for _ in range(200):  # 4 tokens per second: a row and a pass must bring 0.8
+        judge.observe_step(6, 6, 0.0, 1.0)
+    assert not judge.pays("s", 1, 0.5, 1)
+
+
 def test_values_and_prospects_are_gains_in_tokens() -> None:
     judge = controller(row_cost(0.1))
     assert judge.value(draft(0.5, 0.5).guesses) == pytest.approx(0.5 - 0.1 + 0.25 - 0.1)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from quantkit.runtime.request import Request
-from quantkit.runtime.verification import Draft
+from quantkit.runtime.verification import Draft, Guess
 from quantkit.speculative.drawing import draw_coupled
-from quantkit.speculative.model_drafter import ModelDrafter
+from quantkit.speculative.model_drafter import Attempt, ModelDrafter
 from tests.runtime.fake_engine import FakeEngine
 from tests.speculative import toy
 from tests.speculative.judges import FixedJudge
@@ -84,6 +84,26 @@ def test_the_judge_ends_a_draft_before_the_next_pass() -> None:
     assert (len(draft), drafting.passes) == (2, 2)
     (draft,) = session(engine).propose([request([1, 2])], [9], FixedJudge(answer=False))
     assert draft == Draft()
+
+
+def test_the_judge_is_told_how_likely_a_draft_survives() -> None:
+    told: list[tuple[int, float]] = []
+
+    class Told(FixedJudge):
+        def chance(self, guess: Guess, place: int) -> float:
+            return 0.5**place
+
+        def pays(self, source: str, place: int, survival: float, num_drafts: int) -> bool:
+            told.append((place, survival))
+            return True
+
+    attempt = Attempt(request([1]), 9)
+    for token in (3, 4, 5):
+        assert attempt.goes_on("model", Told(), 1)
+        attempt.add("model", token, 0.7, None)
+    attempt.goes_on("model", Told(), 1)
+    attempt.goes_on("model", Told(), 1)  # asking again changes nothing
+    assert told == [(0, 1.0), (1, 1.0), (2, 0.5), (3, 0.125), (3, 0.125)]
 
 
 def test_an_end_is_the_last_token_of_a_draft() -> None:
