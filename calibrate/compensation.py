@@ -23,6 +23,8 @@ from quantkit.rounding_ops import feed_back
 
 BLOCK_COLUMNS = 64
 """Columns that are rounded one by one between two matrix products."""
+ERROR_COLUMNS = 192
+"""Columns of which an output error is computed at once."""
 DAMPING = 0.01
 SHRINKAGE = 0.2
 
@@ -128,7 +130,10 @@ def compensate(
 
 
 def row_errors(error: Tensor, moments: Tensor) -> Tensor:
-    """Return `e H e^T` of every row. Shapes: error [N, K], moments [K, K] -> float64 [N]."""
+    """Return `e H e^T` of every row, H being symmetric.
+
+    Shapes: error [N, K], moments [K, K] -> float64 [N].
+    """
     return _row_errors(error.float().t(), moments)
 
 
@@ -172,8 +177,18 @@ def _column_scales(
 
 
 def _row_errors(error: Tensor, moments: Tensor) -> Tensor:
-    """Return `e^T H e` of every column. Shapes: error [K, N] -> float64 [N]."""
-    return (moments @ error).mul_(error).sum(dim=0, dtype=torch.float64)
+    """Return `e^T H e` of every column. Shapes: error [K, N], moments [K, K] -> float64 [N].
+
+    H is symmetric: what is right of its diagonal blocks counts twice, what is left of them not.
+    """
+    total = error.new_zeros(error.shape[1], dtype=torch.float64)
+    for start in range(0, len(error), ERROR_COLUMNS):
+        end = start + ERROR_COLUMNS
+        products = moments[start:end, start:end] @ error[start:end]
+        if end < len(error):
+            products.addmm_(moments[start:end, end:], error[end:], alpha=2.0)
+        total += products.mul_(error[start:end]).sum(dim=0, dtype=torch.float64)
+    return total
 
 
 def _feed_back(

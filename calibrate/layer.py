@@ -166,8 +166,8 @@ def _observe(
         relative = {name.removeprefix(prefix): module for name, module in modules.items()}
         collector = InputCollector(relative, max(16, SAMPLED_TOKENS // moving.num_batches))
         watchers.append(collector)
-    for batch, output in model.watch(number, moving.rounds(), watchers):
-        if batch.first == 0:
+    for batch, output in model.observe(number, moving.rounds(), watchers, modules.values()):
+        if batch.first == 0 and output is not None:
             seen.first_output = [output]
     seen.moments = observers.finish()
     seen.statistics = collector.finish() if collector else None
@@ -270,7 +270,7 @@ def _fix_input_scales(
     reach: list[ExpertReach] = []
     if ranges is None:
         ranges = InputRanges(modules, recipe.observer_factory)
-        for _ in model.watch(number, moving.rounds(), [ranges]):
+        for _ in model.observe(number, moving.rounds(), [ranges], modules.values()):
             pass
         reach = reach_unreached(model, number, moving, modules, ranges.num_tokens, [ranges])
     if recipe.inputs is not None:

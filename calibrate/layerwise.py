@@ -44,7 +44,7 @@ class Watcher(Protocol):
 
 
 class _EndOfLayersError(Exception):
-    """Raised by the last recorder: the rest of the model need not run."""
+    """Raised where the rest of the model, or of a layer, need not run."""
 
 
 class _Recorder(nn.Module):
@@ -81,6 +81,32 @@ class _Recorder(nn.Module):
         if self._output_size is None:
             return passed_on
         return (passed_on,) + (None,) * (self._output_size - 1)
+
+
+class _Reading:
+    """Ends a run of a layer when all modules have read, if the first run read each of them once."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._times = dict.fromkeys(modules, 0)
+        self._ends = False
+        self._handles = [m.register_forward_pre_hook(self._count) for m in self._times]
+
+    @contextmanager
+    def once(self) -> Iterator[None]:
+        """Bracket a run."""
+        self._times = dict.fromkeys(self._times, 0)
+        yield
+        self._ends = all(times == 1 for times in self._times.values())
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _count(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._times[module] += 1
+        if self._ends and all(self._times.values()):
+            raise _EndOfLayersError
 
 
 class LayerwiseModel:
@@ -171,15 +197,45 @@ class LayerwiseModel:
             for watcher in watchers:
                 watcher.end_block(self.ranks)
 
+    @torch.no_grad()
+    def observe(
+        self,
+        number: int,
+        rounds: Iterable[Sequence[Batch]],
+        watchers: Sequence[Watcher],
+        modules: Iterable[nn.Module],
+    ) -> Iterator[tuple[Batch, Tensor | None]]:
+        """As `watch`, for watchers of what `modules` read: a run ends when all have read.
+
+        Not the first run, nor where a module reads more than once; the output of one that has ended
+        is None. The watchers must have set their hooks already.
+        """
+        reading = _Reading(modules)
+        try:
+            for block in rounds:
+                for batch in block:
+                    for watcher in watchers:
+                        watcher.begin(batch.first)
+                    output = None
+                    with reading.once(), suppress(_EndOfLayersError):
+                        output = self.output(number, batch, batch.hidden)
+                    yield batch, output
+                for watcher in watchers:
+                    watcher.end_block(self.ranks)
+        finally:
+            reading.remove()
+
     def output(self, number: int, batch: Batch, hidden: Tensor) -> Tensor:
         """Return what layer `number` makes of `hidden`, with the arguments of `batch`.
 
         Shapes: [sequences, tokens, hidden_size] in and out. Gradients flow where they are enabled.
         """
         layer, call = self.skeleton.layers[number], batch.calls[number]
-        with _linears_by_sequence(layer, hidden.shape[:2]):
-            output = layer(hidden, *call.args, **call.kwargs)
-        batch.cache.forget()  # or the next run would continue this one
+        try:
+            with _linears_by_sequence(layer, hidden.shape[:2]):
+                output = layer(hidden, *call.args, **call.kwargs)
+        finally:
+            batch.cache.forget()  # or the next run would continue this one
         return output if isinstance(output, Tensor) else output[0]
 
     def logits(self, ids: Tensor, hidden: Tensor) -> Tensor:

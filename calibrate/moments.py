@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from quantkit.calibrate.ranks import ALONE, BLOCK_SEQUENCES, Ranks
+from quantkit.moment_ops import gram
 from quantkit.scheme import fused_siblings
 
 HOLD_OUT_EVERY = BLOCK_SEQUENCES
@@ -242,10 +243,13 @@ def _grams(sequences: list[Tensor]) -> Tensor | None:
 
 def _gram(rows: Tensor) -> Tensor:
     """Return `rows^T rows` in float32. Shapes: [tokens, K] -> [K, K]."""
+    is_simple = rows.dtype == torch.bfloat16 and rows.device.type == "cpu"
+    if is_simple and not torch.cpu._is_amx_tile_supported():
+        return gram(rows)
     wide = rows.float()
-    if rows.dtype != torch.bfloat16 or rows.device.type != "cpu":
+    if not is_simple:
         return wide.t() @ wide
-    # Products of bfloat16 numbers are exact in float32, so its fast units lose nothing here.
+    # Products of bfloat16 numbers are exact in float32, so the matrix unit loses nothing here.
     with _bfloat16_products():
         return wide.t() @ wide
 

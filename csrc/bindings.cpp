@@ -27,5 +27,6 @@ STABLE_TORCH_LIBRARY_IMPL(quantkit, CPU, library) {
   library.impl("round_rows", TORCH_BOX(&quantkit::round_rows));
   library.impl("scale_errors", TORCH_BOX(&quantkit::scale_errors));
   library.impl("feed_back", TORCH_BOX(&quantkit::feed_back));
+  library.impl("gram", TORCH_BOX(&quantkit::gram));
   library.impl("read_memory", TORCH_BOX(&quantkit::read_memory));
 }

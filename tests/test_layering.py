@@ -20,7 +20,7 @@ SHARED = (
 OPS = (
     "extension", "op_checks", "outliers", "gate_ops", "ops", "dense_ops", "attention_ops",
     "cache_ops", "row_ops", "scaled_ops", "block_ops", "sampling_ops", "decoder_ops", "head_ops",
-    "expert_ops", "probe_ops", "qkv_ops", "rounding_ops",
+    "expert_ops", "probe_ops", "qkv_ops", "rounding_ops", "moment_ops",
 )  # fmt: skip
 RUNTIME = (
     "errors", "numerics", "scheme", "shards", "quantized_weight", "checkpoint", "model_names",
@@ -68,7 +68,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "tokenizer_check": (),
     "experts": ("model_names",),
     "linears": ("errors",),
-    "calibrate": (*SHARED, "rounding_ops", "calibrate"),
+    "calibrate": (*SHARED, "rounding_ops", "moment_ops", "calibrate"),
     "extension": (),
     "op_checks": ("errors",),
     "outliers": ("op_checks",),
@@ -87,6 +87,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "probe_ops": OPS,
     "qkv_ops": OPS,
     "rounding_ops": ("numerics", "extension", "op_checks"),
+    "moment_ops": ("extension", "op_checks"),
     "runtime": RUNTIME,
     "speculative": (*RUNTIME, "staging", "speculative"),
     "load": (*RUNTIME, "speculative"),

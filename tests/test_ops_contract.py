@@ -133,6 +133,7 @@ OTHER_KERNELS = {
     "portable": {"QUANTKIT_CPU_ISA": "portable"},
     "avx2": {"QUANTKIT_CPU_ISA": "avx2"},
     "avx512": {"QUANTKIT_CPU_ISA": "avx512"},
+    "avx512bf16": {"QUANTKIT_CPU_ISA": "avx512bf16"},
     "avx512fp16": {"QUANTKIT_CPU_ISA": "avx512fp16"},
     "reference": {"QUANTKIT_DISABLE_EXT": "1"},
 }
@@ -154,6 +155,7 @@ def test_other_kernels_pass_the_same_tests(kernels: str, share: str) -> None:
         "test_probe_ops.py",
         "test_sampling_ops.py",
         "test_rounding_ops.py",
+        "test_moment_ops.py",
     )
     files = [__file__, *(str(Path(__file__).with_name(name)) for name in names)]
     pytest_again = [
@@ -212,6 +214,6 @@ def test_in_a_process_of_an_unknown_instruction_set_there_is_an_error() -> None:
     )
     result = run_python(["-c", script], QUANTKIT_CPU_ISA="avx9")
     assert (
-        "QUANTKIT_CPU_ISA must be portable, avx2, avx512, avx512fp16 or amx, got 'avx9'"
+        "QUANTKIT_CPU_ISA must be portable, avx2, avx512, avx512bf16, avx512fp16 or amx, got 'avx9'"
         in result.stderr
     )

@@ -47,6 +47,7 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
+bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 bool has_avx512fp16() { return has_avx512() && cpuid_leaf7_edx(1u << 23); }
 bool has_amx() {
   constexpr unsigned int kBFloat16AndTiles = 1u << 22 | 1u << 24;
@@ -57,6 +58,7 @@ bool has_amx() {
 #else
 bool has_avx2() { return false; }
 bool has_avx512() { return false; }
+bool has_avx512bf16() { return false; }
 bool has_avx512fp16() { return false; }
 bool has_amx() { return false; }
 #endif
@@ -72,6 +74,7 @@ constexpr Candidate kCandidates[] = {
     {"portable", always, portable_kernels},
     {"avx2", has_avx2, avx2_kernels},
     {"avx512", has_avx512, avx512_kernels},
+    {"avx512bf16", has_avx512bf16, avx512bf16_kernels},
     {"avx512fp16", has_avx512fp16, avx512fp16_kernels},
     {"amx", has_amx, amx_kernels},
 };
@@ -85,7 +88,7 @@ const KernelSet* choose(const char* cap) {
   }
   if (cap != nullptr && *cap != '\0') {
     throw std::runtime_error(
-        "QUANTKIT_CPU_ISA must be portable, avx2, avx512, avx512fp16 or amx, got '" +
+        "QUANTKIT_CPU_ISA must be portable, avx2, avx512, avx512bf16, avx512fp16 or amx, got '" +
         std::string(cap) + "'");
   }
   return best;

@@ -25,6 +25,7 @@
 #include "kernel_attention.h"
 #include "kernel_choice.h"
 #include "kernel_dequantize.h"
+#include "kernel_gram.h"
 #include "kernel_linear.h"
 #include "kernel_outliers.h"
 #include "kernel_pack.h"
@@ -56,6 +57,7 @@ constexpr KernelSet kKernels{
     .round_rows = round_rows<Isa>,
     .scale_errors = scale_errors<Isa>,
     .feed_back = feed_back<Isa>,
+    .gram = &kGramKernels<Isa, FloatCells<Isa>>,
     .tile_rows = attention_tile_rows,
     .query_size = attention_query_size<Isa>,
     .partial_size = attention_partial_size<Isa>,

@@ -217,6 +217,24 @@ struct DrawTask {
   int64_t columns;
 };
 
+// sums = rows^T rows.
+struct GramTask {
+  const void* rows;  // bfloat16 [tokens, columns]
+  float* sums;       // [columns, columns]
+  int64_t tokens, columns;
+};
+
+// Second moments. Rows are packed first, columns in vectors of `lanes`; then come tiles of the result.
+struct GramKernels {
+  int64_t lanes;
+  int64_t (*packed_size)(int64_t tokens, int64_t columns);
+  // Packs vectors of columns [begin, end) to their places.
+  void (*pack)(const GramTask&, int64_t begin, int64_t end, float* packed);
+  int64_t (*tiles)(int64_t columns);
+  // Computes the tiles [begin, end).
+  void (*add)(const GramTask&, int64_t begin, int64_t end, const float* packed);
+};
+
 struct KernelSet {
   // To be called on each thread before and after all others; null for nothing.
   void (*enter)();
@@ -246,6 +264,7 @@ struct KernelSet {
   void (*round_rows)(const RoundTask&, int64_t begin, int64_t end);
   void (*scale_errors)(const ScaleErrorsTask&, int64_t begin, int64_t end);
   void (*feed_back)(const FeedbackTask&, int64_t begin, int64_t end);
+  const GramKernels* gram;
   // Attention of one tile. Buffers are aligned to 64 bytes, their sizes in floats.
   // Queries that are worth having share decoded keys.
   int64_t (*tile_rows)(const AttentionTask&);
@@ -265,6 +284,7 @@ struct KernelSet {
 const KernelSet* portable_kernels();
 const KernelSet* avx2_kernels();
 const KernelSet* avx512_kernels();
+const KernelSet* avx512bf16_kernels();
 const KernelSet* avx512fp16_kernels();
 const KernelSet* amx_kernels();
 

@@ -106,6 +106,8 @@ std::tuple<torch::stable::Tensor, torch::stable::Tensor, torch::stable::Tensor> 
     torch::stable::Tensor aims, torch::stable::Tensor target, torch::stable::Tensor factor,
     torch::stable::Tensor scales, int64_t first_exact, std::string format);
 
+torch::stable::Tensor gram(torch::stable::Tensor rows);
+
 torch::stable::Tensor read_memory(torch::stable::Tensor x);
 
 }  // namespace quantkit
