@@ -128,9 +128,11 @@ def _draw_rows_reference(
     scores: Tensor, keys: Tensor | None, token_ids: Tensor | None, vocab: int, temperature: float
 ) -> tuple[Tensor, Tensor]:
     wide = scores if token_ids is None else widen(scores, token_ids, vocab)
-    likeliest = argmax_rows(wide)
-    weights = (wide - wide.gather(-1, likeliest[:, None])) / temperature
-    tokens = likeliest if keys is None else sample_gumbel(weights, keys)
+    if keys is None:
+        tokens, weights = argmax_rows(wide), wide / temperature
+    else:
+        weights = (wide - wide.amax(-1, keepdim=True)) / temperature
+        tokens = sample_gumbel(weights, keys)
     return tokens, weights.softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
 

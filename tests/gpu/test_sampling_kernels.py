@@ -24,6 +24,18 @@ def test_choices(rows: int, vocab: int) -> None:
     assert torch.equal(sampling_ops.sample_gumbel(scores, keys).cpu(), expected)
 
 
+@pytest.mark.parametrize("noise", [False, True])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_draws_from_some_tokens(rows: int, noise: bool) -> None:
+    scores, ids = torch.randn(rows, 8192) * 3, torch.arange(8192) * 6 + 1
+    keys = torch.randint(-(2**62), 2**62, (rows,)) if noise else None
+    tokens, likelihoods = sampling_ops.draw_rows(scores, keys, ids, 50257, 0.5)
+    theirs = (scores.cuda(), None if keys is None else keys.cuda(), ids.cuda())
+    drawn, shares = sampling_ops.draw_rows(*theirs, 50257, 0.5)
+    assert torch.equal(drawn.cpu(), tokens)
+    assert torch.allclose(shares.cpu(), likelihoods, rtol=1e-4)
+
+
 @pytest.mark.parametrize("vocab", [1, 31, 4096, 50257, 128256])
 @pytest.mark.parametrize("top_p", [0.1, 0.9, 0.95, 0.9999])
 def test_nucleus(vocab: int, top_p: float) -> None:
