@@ -29,8 +29,8 @@ from quantkit.errors import CalibrationError
 from quantkit.numerics import amax_to_scale
 from quantkit.scheme import QuantSpec
 
-MIN_TOKENS = 2560
-"""Enough to rank modules: a few whole sequences."""
+MIN_TOKENS, MIN_SEQUENCES = 2048, 2
+"""Enough to rank modules, and not on one text alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class SensitivityProbe:
         self._last: tuple[Tensor, Tensor] | None = None
 
     def measure(self, batches: Sequence[Tensor]) -> Sensitivity:
-        """Run the first sequences of the batches, MIN_TOKENS or a little more, one at a time.
+        """Run the first sequences of the batches, as many as are enough, one at a time.
 
         Shapes: each batch [sequences, tokens] int64. What batches the sequences come in changes
         nothing. Raises CalibrationError for a model that cannot be differentiated.
@@ -113,10 +113,12 @@ class SensitivityProbe:
         """Return the gradient of log p(drawn tokens) at the last layer's output."""
         with torch.enable_grad():
             leaf = hidden.detach().requires_grad_()
-            log_p = self._model.logits(ids, leaf).float().log_softmax(-1)
-            drawn = _draw(log_p.detach().flatten(0, -2), generator)
-            chosen = log_p.flatten(0, -2).gather(1, drawn).sum()
-            return torch.autograd.grad(chosen, leaf)[0]
+            logits = self._model.logits(ids, leaf)
+        share = logits.detach().flatten(0, -2).softmax(-1, dtype=torch.float32)
+        drawn = _draw(share, generator)
+        # At the logits the gradient is 1 for the drawn token less its share, -share for others.
+        at_logits = share.neg_().scatter_add_(1, drawn, torch.ones_like(share[:, :1]))
+        return torch.autograd.grad(logits, leaf, at_logits.view_as(logits).to(logits.dtype))[0]
 
     def _back(self, number: int, batch: Batch, hidden: Tensor, gradient: Tensor) -> Tensor:
         """Add up one layer's modules; return the gradient at the layer's input."""
@@ -180,25 +182,26 @@ class SensitivityProbe:
         return amax_to_scale(x.abs().amax().float().reshape(1), spec.fmt)
 
 
-def _draw(log_p: Tensor, generator: torch.Generator) -> Tensor:
+def _draw(share: Tensor, generator: torch.Generator) -> Tensor:
     """Draw a token from each row's distribution, with one random number a row.
 
     torch.multinomial makes one for every token of the vocabulary, which takes ten times as long as
-    all else at the head. Shapes: log_p float32 [rows, vocab] -> int64 [rows, 1].
+    all else at the head. Shapes: share float32 [rows, vocab] -> int64 [rows, 1].
     """
-    below = log_p.exp().cumsum(dim=-1)
-    random = torch.rand(len(log_p), 1, generator=generator).to(log_p.device)
+    below = share.cumsum(dim=-1)
+    random = torch.rand(len(share), 1, generator=generator).to(share.device)
     # A random number below the total finds a token that has a share of it.
     return torch.searchsorted(below, random * below[:, -1:], right=True).clamp_(
-        max=log_p.shape[-1] - 1
+        max=share.shape[-1] - 1
     )
 
 
 def _first_sequences(batches: Sequence[Tensor]) -> list[Tensor]:
-    """Return as many sequences, each [1, tokens], as hold MIN_TOKENS; all if they hold fewer."""
+    """Return MIN_SEQUENCES, each [1, tokens], or as many as hold MIN_TOKENS; all if too few."""
     chosen: list[Tensor] = []
     for row in (row for batch in batches for row in torch.split(batch, 1)):
-        if sum(tokens.numel() for tokens in chosen) >= MIN_TOKENS:
+        has_tokens = sum(tokens.numel() for tokens in chosen) >= MIN_TOKENS
+        if has_tokens and len(chosen) >= MIN_SEQUENCES:
             break
         chosen.append(row)
     return chosen

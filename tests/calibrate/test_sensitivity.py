@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.calibrate import sensitivity
 from quantkit.calibrate.layerwise import LayerwiseModel
 from quantkit.calibrate.quantized_layer import InputQuantizers, quantize_weights
 from quantkit.calibrate.sensitivity import MIN_TOKENS, Sensitivity, SensitivityProbe
@@ -82,6 +83,13 @@ def test_what_batches_the_sequences_come_in_changes_nothing(model_of: ModelOf) -
     found = [measure(model_of("llama"), INPUTS, list(rows.split(size))) for size in (1, 7, 48)]
     assert found[0] == found[1] == found[2]
     assert found[0].num_tokens == MIN_TOKENS
+
+
+def test_one_long_sequence_is_not_enough(
+    model_of: ModelOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sensitivity, "MIN_TOKENS", 64)
+    assert measure(model_of("llama"), INPUTS, [ids(count=3)]).num_tokens == 2 * 64
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gpt-neox", "mixtral", "mamba"])
