@@ -107,9 +107,10 @@ REVIEWED = (
     Reviewed(
         "attention_plain",
         8,
-        16,
-        "sm_90a, sm_120a; the plain kernel is for sizes that no other takes",
+        24,
+        "sm_90a, sm_100a, sm_120a; the plain kernel is for sizes that no other takes",
     ),
+    Reviewed("rows", 16, 12, "sm_100a, three of 124; a register or two around the loop over a row"),
 )
 
 
