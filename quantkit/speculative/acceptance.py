@@ -71,11 +71,16 @@ class Acceptance:
         hits, expected = self._recent.get(source, (0.0, 0.0))
         return (hits + RECENT_WEIGHT) / (expected + RECENT_WEIGHT)
 
-    def survivals(self, guesses: Sequence[Guess]) -> list[float]:
-        """Return for each guess the estimate that it and all before it are accepted."""
+    def survivals(self, guesses: Sequence[Guess], least: float = 0.0) -> list[float]:
+        """Return for each guess the estimate that it and all before it are accepted.
+
+        Those from the first on that is below `least` are left out.
+        """
         survival, result = 1.0, []
         for place, guess in enumerate(guesses):
             survival *= self.rate(guess, place)
+            if survival < least:
+                break
             result.append(survival)
         return result
 

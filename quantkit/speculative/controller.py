@@ -20,6 +20,12 @@ MEMORY = 0.98
 """Weight of the past in the running rate, per step."""
 PROBE_INTERVAL = 64
 """Steps without a draft after which one token is verified although it does not pay."""
+FAR = 0.05
+"""Share of a row's price below which a token is not considered; the cheapest rows cost more."""
+REST_AFTER = 16
+"""Steps without a draft after which most steps are not even asked for one."""
+LOOK_INTERVAL = 4
+"""One step of so many is, so that a text that begins to repeat is noticed."""
 STAKE = 1.0
 """Plain steps that drafting may lose on a text before it has won any."""
 LOSS = 0.02
@@ -74,6 +80,16 @@ class Controller:
         return self._idle >= PROBE_INTERVAL
 
     @property
+    def resting(self) -> bool:
+        """Whether to draft nothing without asking, because nothing has paid for a while."""
+        looks = self._idle % LOOK_INTERVAL == 0
+        return self._idle >= REST_AFTER and not looks and not self.probing
+
+    def rest(self) -> None:
+        """Say that nothing is drafted in the step at hand."""
+        self._idle += 1
+
+    @property
     def rate(self) -> float:
         """Tokens per second attained lately, at least those of plain decoding."""
         plain = self._batch / self.costs.seconds(self._batch, self._batch)
@@ -123,7 +139,7 @@ class Controller:
         """Return the expected gain in tokens of verifying a draft; see Judge."""
         price, _ = self._prices()
         best = total = 0.0
-        for survival in self.acceptance.survivals(guesses):
+        for survival in self.acceptance.survivals(guesses, FAR * price):
             total += survival - price
             best = max(best, total)
         return best
@@ -136,18 +152,19 @@ class Controller:
         survival = 1.0
         for place in range(limit):
             survival *= self.acceptance.prospect(source, place)
+            if survival < FAR * price:
+                break
             total += survival - price
             best = max(best, total)
         return best
 
     def trim(self, drafts: Sequence[Draft]) -> list[Draft]:
         """Keep of each draft what pays, the whole batch considered."""
+        least = FAR * self._prices()[0]
         slots = sorted(
-            (
-                (-survival, place, index)
-                for index, draft in enumerate(drafts)
-                for place, survival in enumerate(self.acceptance.survivals(draft.guesses))
-            )
+            (-survival, place, index)
+            for index, draft in enumerate(drafts)
+            for place, survival in enumerate(self.acceptance.survivals(draft.guesses, least))
         )
         count = self._best_count([-survival for survival, _, _ in slots])
         if count == 0 and slots and self.probing:

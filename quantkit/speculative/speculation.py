@@ -12,7 +12,7 @@ from quantkit.runtime.engine import Engine
 from quantkit.runtime.params import ResolvedParams
 from quantkit.runtime.request import Request
 from quantkit.runtime.stats import DraftStats
-from quantkit.runtime.verification import Draft, Verifier, verify_coupled
+from quantkit.runtime.verification import NO_DRAFT, Draft, Verifier, verify_coupled
 from quantkit.speculative.acceptance import Acceptance
 from quantkit.speculative.controller import Controller
 from quantkit.speculative.drafter import Drafter, DraftSession
@@ -116,6 +116,10 @@ class Speculation:
         fixed = self._width is not None
         self._behind = [True] * len(rooms) if fixed else self._pace.behind(rooms)
         controller.begin_step(len(running), sum(self._behind))
+        if controller.resting and not fixed:
+            controller.rest()
+            self._ran = False
+            return [NO_DRAFT] * len(running)
         # Whatever becomes of a draft, one token more is chosen and needs its place.
         limits = [
             min(room - 1, self._most_drafted) if behind else 0

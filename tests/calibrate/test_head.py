@@ -141,7 +141,7 @@ def test_parts_of_a_tall_head_are_treated_as_the_whole(
     out = run(source, tmp_path / "parts", calibration_file)
     one, other = (open_checkpoint(path).weight("lm_head") for path in (made, out))
     assert other.codes.shape == one.codes.shape
-    # Each part may choose another treatment. Rows that were treated otherwise are hardly ever equal.
+    # Each part may choose another treatment; rows treated otherwise are hardly ever equal.
     same = (one.codes == other.codes).all(dim=1)
     assert same.float().mean() > 0.25
 

@@ -8,7 +8,14 @@ import pytest
 
 from quantkit.runtime.verification import Draft, Guess
 from quantkit.speculative.acceptance import Acceptance
-from quantkit.speculative.controller import LOSS, PROBE_INTERVAL, STAKE, Controller
+from quantkit.speculative.controller import (
+    LOOK_INTERVAL,
+    LOSS,
+    PROBE_INTERVAL,
+    REST_AFTER,
+    STAKE,
+    Controller,
+)
 from quantkit.speculative.step_costs import StepCosts
 
 Cost = Callable[[int, int], float]
@@ -107,6 +114,23 @@ def test_a_probe_comes_once_in_a_while_and_only_then() -> None:
         probing.begin_step(1)
         kept.append(sum(lengths(probing.trim([draft(0.5, 0.5)]))))
     assert kept.count(1) == sum(kept) == 2
+
+
+def test_where_nothing_pays_one_step_of_four_is_looked_at() -> None:
+    idle = controller(row_cost(1.0))
+    looked = []
+    for step in range(PROBE_INTERVAL):
+        idle.begin_step(1)
+        if idle.resting:
+            idle.rest()
+        else:
+            looked.append(step)
+            assert lengths(idle.trim([draft(0.5)])) == [0]
+    assert looked == [*range(REST_AFTER), *range(REST_AFTER, PROBE_INTERVAL, LOOK_INTERVAL)]
+    assert idle.probing
+    assert not idle.resting
+    assert lengths(idle.trim([draft(0.5)])) == [1]
+    assert not idle.resting
 
 
 def test_a_model_is_asked_while_its_next_token_is_worth_a_pass_and_a_row() -> None:
