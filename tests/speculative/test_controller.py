@@ -116,20 +116,23 @@ def test_a_probe_comes_once_in_a_while_and_only_then() -> None:
     assert kept.count(1) == sum(kept) == 2
 
 
-def test_where_nothing_pays_one_step_of_four_is_looked_at() -> None:
+@pytest.mark.parametrize("batch", [1, 2])
+def test_where_nothing_pays_in_a_batch_one_step_of_four_is_looked_at(batch: int) -> None:
     idle = controller(row_cost(1.0))
+    drafts = [draft(0.5)] * batch
     looked = []
     for step in range(PROBE_INTERVAL):
-        idle.begin_step(1)
+        idle.begin_step(batch)
         if idle.resting:
             idle.rest()
         else:
             looked.append(step)
-            assert lengths(idle.trim([draft(0.5)])) == [0]
-    assert looked == [*range(REST_AFTER), *range(REST_AFTER, PROBE_INTERVAL, LOOK_INTERVAL)]
+            assert sum(lengths(idle.trim(drafts))) == 0
+    few = [*range(REST_AFTER), *range(REST_AFTER, PROBE_INTERVAL, LOOK_INTERVAL)]
+    assert looked == (few if batch > 1 else [*range(PROBE_INTERVAL)])
     assert idle.probing
     assert not idle.resting
-    assert lengths(idle.trim([draft(0.5)])) == [1]
+    assert sum(lengths(idle.trim(drafts))) == 1
     assert not idle.resting
 
 
