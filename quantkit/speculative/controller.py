@@ -55,7 +55,8 @@ class Controller:
         self._batch = 1
         self._behind = 1  # sequences whose tokens count
         self._rates: dict[int, tuple[float, float]] = {}  # decayed tokens and seconds
-        self._idle = 0
+        self._idle = 0  # steps since anything was drafted
+        self._idle_here = 0  # of these, on the texts at hand
         self._pass_seconds: float | None = None
         self._passes = 0  # in the step at hand
         self._won = 0.0  # seconds, on the texts at hand
@@ -66,7 +67,7 @@ class Controller:
         """Say that a generation begins; what holds for its texts is not known yet."""
         self.acceptance.begin_texts()
         self._won = self._plain = 0.0
-        self._idle = 0
+        self._idle_here = 0
         self._asked = None
 
     def begin_step(self, batch: int, behind: int | None = None) -> None:
@@ -84,12 +85,13 @@ class Controller:
     @property
     def resting(self) -> bool:
         """Whether to draft nothing without asking, because nothing has paid for a while."""
-        tired = self._batch > 1 and self._idle >= REST_AFTER
-        return tired and self._idle % LOOK_INTERVAL != 0 and not self.probing
+        tired = self._batch > 1 and self._idle_here >= REST_AFTER
+        return tired and self._idle_here % LOOK_INTERVAL != 0 and not self.probing
 
     def rest(self) -> None:
         """Say that nothing is drafted in the step at hand."""
         self._idle += 1
+        self._idle_here += 1
 
     @property
     def rate(self) -> float:
@@ -171,7 +173,10 @@ class Controller:
         count = self._best_count([-survival for survival, _, _ in slots])
         if count == 0 and slots and self.probing:
             count = 1
-        self._idle = 0 if count else self._idle + 1
+        if count:
+            self._idle = self._idle_here = 0
+        else:
+            self.rest()
         lengths = [0] * len(drafts)
         for _, _, index in slots[:count]:
             lengths[index] += 1

@@ -116,6 +116,27 @@ def test_a_probe_comes_once_in_a_while_and_only_then() -> None:
     assert kept.count(1) == sum(kept) == 2
 
 
+def test_a_probe_comes_however_short_the_texts_are() -> None:
+    probing = controller(row_cost(1.0))
+    kept = []
+    for step in range(PROBE_INTERVAL + 1):
+        if step % 10 == 0:
+            probing.begin_texts()
+        probing.begin_step(1)
+        kept.append(sum(lengths(probing.trim([draft(0.5)]))))
+    assert kept == [0] * PROBE_INTERVAL + [1]
+
+
+def test_new_texts_are_looked_at_without_rest() -> None:
+    idle = controller(row_cost(1.0), batch=2)
+    for _ in range(REST_AFTER + 1):
+        idle.begin_step(2)
+        idle.trim([draft(0.5), draft(0.5)])
+    assert idle.resting
+    idle.begin_texts()
+    assert not idle.resting
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_where_nothing_pays_in_a_batch_one_step_of_four_is_looked_at(batch: int) -> None:
     idle = controller(row_cost(1.0))
