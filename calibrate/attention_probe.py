@@ -68,7 +68,7 @@ class _Call:
 class AttentionProbe:
     """Takes samples of one layer's attention while it runs, until it has enough.
 
-    `install` and `remove` bracket each run of the layer; in between, every attention function that
+    `install` and `remove` bracket the runs of the layer; in between, every attention function that
     a module looks up is watched. `offer` announces what the layer caches; `flush` ends a run.
     Which tokens are taken does not depend on how sequences are batched.
     """
@@ -92,7 +92,7 @@ class AttentionProbe:
         """Watch the attention functions of transformers, for all models of the process."""
         from transformers.modeling_utils import AttentionInterface
 
-        if self._done or self._lookup is not None:
+        if self._lookup is not None:
             return
         original = self._lookup = AttentionInterface.get_interface
 

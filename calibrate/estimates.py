@@ -32,18 +32,42 @@ def memory_bytes(
 ) -> int:
     """Estimate the peak beyond the mapped source: two layers, hidden states, one shard.
 
+    Where there is less, hidden states go to the disk, and what is inside a layer is not kept.
+
     Second moments of inputs only count where they are many: each expert has its own.
     """
     by_layer: dict[int | None, int] = {}
     for module in modules:
         by_layer[module.layer] = by_layer.get(module.layer, 0) + prod(module.shape)
     layer = max((size for number, size in by_layer.items() if number is not None), default=0)
-    hidden_size = int(skeleton.model.config.get_text_config().hidden_size)
-    hidden = tokens * hidden_size * skeleton.dtype.itemsize
+    hidden = hidden_bytes(skeleton, tokens)
+    if stops_inside(skeleton, recipe):
+        hidden += held_bytes(skeleton, modules, tokens)
     moments = _moment_bytes(modules) if recipe.tiers.needs_data else 0
     return (
         2 * layer * skeleton.dtype.itemsize + hidden + moments + min(target_bytes, MAX_SHARD_BYTES)
     )
+
+
+def hidden_bytes(skeleton: Skeleton, tokens: int) -> int:
+    """Return the bytes of what enters a layer, for so many tokens."""
+    hidden_size = int(skeleton.model.config.get_text_config().hidden_size)
+    return tokens * hidden_size * skeleton.dtype.itemsize
+
+
+def held_bytes(skeleton: Skeleton, modules: Sequence[ModulePlan], tokens: int) -> int:
+    """Estimate what batches of so many tokens carry, beyond what entered, where they stop inside.
+
+    That is the residual and the normed stream, and queries, keys and values or the widest input.
+    """
+    hidden = hidden_bytes(skeleton, tokens)
+    widest = max((m.shape[1] for m in modules if m.layer is not None), default=0)
+    return 2 * hidden + max(3 * hidden, tokens * widest * skeleton.dtype.itemsize)
+
+
+def stops_inside(skeleton: Skeleton, recipe: Recipe) -> bool:
+    """Tell whether batches stop inside the layers, for each group of modules to be quantized."""
+    return recipe.watches_inputs and not recipe.tiers.smoothing and not skeleton.has_experts
 
 
 def _moment_bytes(modules: Sequence[ModulePlan]) -> int:
@@ -67,7 +91,7 @@ def seconds(
 ) -> float:
     """Estimate the run from the speed of this machine's matmul at the model's own shapes."""
     shapes = [module.shape for module in modules if module.layer is not None]
-    passes = 2 if recipe.inputs is not None and not recipe.inputs.dynamic else 1
+    passes = 2 if recipe.watches_inputs and not stops_inside(skeleton, recipe) else 1
     flops = 2.0 * tokens * _weights_a_token(skeleton, modules) * passes
     if not shapes or not flops:
         return 0.0

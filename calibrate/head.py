@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from quantkit.calibrate.layer import module_report
 from quantkit.calibrate.layerwise import LayerwiseModel
+from quantkit.calibrate.module_report import module_report
 from quantkit.calibrate.moments import InputMoments, MomentSums
 from quantkit.calibrate.moving import Moving
 from quantkit.calibrate.plan import Plan

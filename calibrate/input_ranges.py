@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from quantkit.calibrate.amax import AmaxObserver, canonical_input
 from quantkit.calibrate.groups import expert_of
-from quantkit.calibrate.moments import group_name
+from quantkit.calibrate.moments import first_members, group_name
 from quantkit.calibrate.observers import ObserverFactory, RangeObserver, SharedObserver
 from quantkit.calibrate.quantized_layer import QuantizedLinear
 from quantkit.calibrate.ranks import ALONE, Ranks
@@ -100,7 +100,11 @@ class InputRanges:
             readers = [modules[name] for name, group in self._group_of.items() if group == first]
             weights = [reader.weight.data for reader in readers if reader.in_features == width]
             self._watched[first] = _Watched(make(torch.cat(weights)))
-        self._handles = [m.register_forward_pre_hook(self._hook(n)) for n, m in modules.items()]
+        self._counted = set(first_members(self._group_of).values())
+        self._handles = [
+            module.register_forward_pre_hook(self._hook(name), prepend=True)
+            for name, module in modules.items()
+        ]
 
     def begin(self, first: int) -> None:
         """Announce the sequences from number `first` on: their numbers make no difference."""
@@ -115,8 +119,11 @@ class InputRanges:
 
     @property
     def num_tokens(self) -> dict[str, int]:
-        """How many tokens each module has read."""
-        return {name: self._tokens[name] + self._new_tokens[name] for name in self._group_of}
+        """How many tokens each module has read, or the first of its group has."""
+        return {
+            name: self._tokens[group] + self._new_tokens[group]
+            for name, group in self._group_of.items()
+        }
 
     def finish(
         self, linears: Mapping[str, QuantizedLinear], spec: QuantSpec, ranks: Ranks = ALONE
@@ -154,7 +161,8 @@ class InputRanges:
         watched = self._watched[self._group_of[name]]
 
         def observe(module: nn.Linear, args: tuple[Tensor, ...]) -> None:
-            self._new_tokens[name] += args[0].numel() // module.in_features
+            if name in self._counted:
+                self._new_tokens[self._group_of[name]] += args[0].numel() // module.in_features
             watched.update(args[0])
 
         return observe

@@ -57,9 +57,10 @@ def start(
         return [], Moving.of([])
     num_tokens = sum(ids.numel() for ids in batches)
     spills = any(model.ranks.share(setup.spills(model.ranks, num_tokens)))
+    holds = all(model.ranks.share(setup.holds(model.ranks, num_tokens)))
     if spills:
         logger.info("hidden states do not fit in memory: they live in %s", folder)
-    return batches, model.start(batches, folder if spills else None, work.num_finished)
+    return batches, model.start(batches, folder if spills else None, work.num_finished, holds)
 
 
 @torch.no_grad()

@@ -26,8 +26,9 @@ from quantkit.scheme import Granularity, QuantSpec
 class KvObserver:
     """Observes the keys and values of one decoder layer, and who caches them.
 
-    Use as the receiver of `observing_cache`, between `attach` and `detach` on the layer. `scales`
-    needs the layer's weights to be loaded still; `report` is known after it.
+    Use as the receiver of `observing_cache`, between `attach` and `detach` on the layer. Runs of
+    several batches may be under way at once; `begin` tells whose goes on. `scales` needs the
+    layer's weights to be loaded still; `report` is known after it.
     """
 
     def __init__(self, spec: QuantSpec) -> None:
@@ -37,14 +38,20 @@ class KvObserver:
         self.owner: str | None = None
         self.report: KvReport | None = None
         self._probe = AttentionProbe()
-        self._running: list[str] = []
+        self._running: list[str] = []  # submodules, of the run that goes on
+        self._under_way: dict[int, list[str]] = {}
         self._handles: list[RemovableHandle] = []
 
     def attach(self, layer: nn.Module) -> None:
         """Follow which submodule of the layer is running."""
+        self._probe.install()
         for name, module in layer.named_modules():
             self._handles.append(module.register_forward_pre_hook(self._enter(name)))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def begin(self, first: int) -> None:
+        """Announce the run of the batch whose first sequence has number `first`."""
+        self._running = self._under_way.setdefault(first, [])
 
     def detach(self) -> None:
         """Remove every hook."""
@@ -100,8 +107,6 @@ class KvObserver:
 
     def _enter(self, name: str) -> Any:
         def hook(module: nn.Module, args: Any) -> None:
-            if not self._running:
-                self._probe.install()
             self._running.append(name)
 
         return hook
@@ -109,7 +114,7 @@ class KvObserver:
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
         if not self._running:
-            self._probe.remove()
+            self._probe.flush()
 
 
 def observing_cache(config: Any) -> Any:

@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from quantkit.calibrate.expert_tokens import ExpertReach, add_scarce_moments, reach_unreached
+from quantkit.calibrate.groups import expert_of
 from quantkit.calibrate.input_ranges import InputRanges
 from quantkit.calibrate.kv_scales import KvObserver
 from quantkit.calibrate.layerwise import LayerwiseModel, Watcher
+from quantkit.calibrate.module_report import input_statistics, module_report
 from quantkit.calibrate.moments import InputMoments, InputSummary, MomentObservers, group_name
 from quantkit.calibrate.moving import Moving
+from quantkit.calibrate.passage import HeldPassage, Passage, RepeatedPassage
 from quantkit.calibrate.quantized_layer import InputQuantizers, QuantizedLinear, sqnr_db
 from quantkit.calibrate.ranks import Ranks
 from quantkit.calibrate.recipe import Recipe
-from quantkit.calibrate.report import LayerReport, ModuleReport
+from quantkit.calibrate.report import LayerReport
+from quantkit.calibrate.shared_smoothing import Smoothed, smooth_shared
 from quantkit.calibrate.shared_work import group_owners, quantize_shared
 from quantkit.calibrate.skeleton import Skeleton
-from quantkit.calibrate.smoothed_layer import (
-    InputCollector,
-    InputStatistics,
-    SampledError,
-    smooth_layer,
-)
-from quantkit.checkpoint import INPUT_MEAN_SQUARE
+from quantkit.calibrate.smoothed_layer import InputCollector, InputStatistics
 from quantkit.scheme import QuantSpec
 
-SMOOTHING = "smoothing"
 SAMPLED_TOKENS = 512
 """On which smoothing factors are tried."""
-TOP_CHANNELS = 8
-"""Input channels that the report names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +38,32 @@ class LayerResult:
 
     tensors: dict[str, Tensor]
     report: LayerReport
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """The loaded layer `number`, and what is to be done to it; see `calibrate_layer`."""
+
+    model: LayerwiseModel
+    number: int
+    moving: Moving
+    recipe: Recipe
+    modules: Mapping[str, nn.Linear]
+    owners: Mapping[str, int]
+
+
+@dataclass(slots=True)
+class _Found:
+    """What was done to the layer so far, by full names of modules.
+
+    output_sqnr_db: of the layer's output, None without data.
+    """
+
+    linears: dict[str, QuantizedLinear] = field(default_factory=dict)
+    inputs: dict[str, InputSummary] = field(default_factory=dict)
+    smoothed: Smoothed = field(default_factory=Smoothed)
+    reach: list[ExpertReach] = field(default_factory=list)
+    output_sqnr_db: float | None = None
 
 
 def calibrate_layer(
@@ -62,42 +84,26 @@ def calibrate_layer(
     """
     skeleton, ranks = model.skeleton, model.ranks
     name = skeleton.disk_name(skeleton.layer_names[number])
-    owners = group_owners(modules, ranks.size)
-    seen = _observe(model, number, moving, recipe, modules, owners)
-    smoothed = _smooth(model, number, moving, recipe, seen)
-    linears, inputs = quantize_shared(
-        skeleton,
-        modules,
-        recipe.weights,
-        recipe.tiers,
-        seen.moments,
-        smoothed.changed,
-        owners,
-        ranks,
-    )
-    reach = seen.reach
-    if recipe.has_static_inputs:
-        fixed = _fix_input_scales(model, number, moving, recipe, linears, modules, seen.ranges)
-        reach = fixed or reach
+    task = _Task(model, number, moving, recipe, modules, group_owners(modules, ranks.size))
+    found = _Found()
     kv = KvObserver(kv_spec) if kv_spec and moving else None
-    moved_sqnr_db = (
-        _move(model, number, moving, recipe, modules, linears, kv, seen.first_output)
-        if moving
-        else None
-    )
+    if moving:
+        _pass(task, found, kv)
+    else:
+        _quantize(task, found, modules, {})
     report = LayerReport(
         name,
         [
-            module_report(linear, inputs.get(key), key in smoothed.gain_db)
-            for key, linear in linears.items()
+            module_report(found.linears[key], found.inputs.get(key), key in found.smoothed.gain_db)
+            for key in modules
         ],
-        output_sqnr_db=moved_sqnr_db,
-        smoothing=smoothed.lines,
-        experts=reach,
+        output_sqnr_db=found.output_sqnr_db,
+        smoothing=found.smoothed.lines,
+        experts=found.reach,
     )
-    tensors = _layer_tensors(skeleton, smoothed, linears)
+    tensors = _layer_tensors(skeleton, found)
     if not recipe.is_portable:
-        tensors |= _input_statistics(linears, inputs)
+        tensors |= input_statistics(found.linears, found.inputs)
     if kv is not None and ranks.is_first and (has_kv or kv.owner is not None):
         scales = kv.scales(name)
         tensors |= scales
@@ -106,30 +112,119 @@ def calibrate_layer(
     return LayerResult(tensors, report)
 
 
-def _layer_tensors(
-    skeleton: Skeleton, smoothed: _Smoothed, linears: Mapping[str, QuantizedLinear]
-) -> dict[str, Tensor]:
+def _layer_tensors(skeleton: Skeleton, found: _Found) -> dict[str, Tensor]:
     """Return what is stored of the layer's modules, by names on disk."""
     changed = {
         skeleton.source_name(parameter) or parameter: tensor
-        for parameter, tensor in smoothed.tensors.items()
+        for parameter, tensor in found.smoothed.tensors.items()
     }
     return changed | {
         f"{linear.name}.{leaf}": tensor
-        for linear in linears.values()
+        for linear in found.linears.values()
         for leaf, tensor in linear.tensors().items()
     }
 
 
+def _pass(task: _Task, found: _Found, kv: KvObserver | None) -> None:
+    """Take the batches through the layer, quantizing its groups of modules on the way."""
+    recipe, device = task.recipe, task.model.skeleton.device
+    first_output, order = _first_run(task)
+    stages = _stages(task, order)
+    with _passage(task, stages, kv) as passage:
+        quantizers = InputQuantizers(task.modules, recipe.inputs) if recipe.inputs else None
+        for modules in stages or [dict(task.modules)]:
+            linears = _stage(task, found, passage, modules, is_one_of_several=bool(stages))
+            if quantizers is not None:
+                quantizers.begin(linears, device)
+        if passage.repeats and quantizers is not None:
+            quantizers.forget_clipped()
+        found.output_sqnr_db = _move(passage, first_output)
+        if quantizers is not None:
+            quantizers.remove()
+    if kv is not None:
+        kv.merge(task.model.ranks)
+    _add_clipped(found.linears, task.model.ranks)
+
+
+def _first_run(task: _Task) -> tuple[list[Tensor], list[str]]:
+    """Run the first batch through the layer as it is.
+
+    Returns the output, in the first process only, and the modules in the order in which they read,
+    without those that read another tensor than the first of their group.
+    """
+    output: list[Tensor] = []
+    order: list[str] = []
+    inputs: dict[str, Tensor] = {}
+
+    def note(name: str) -> Any:
+        group = group_name(name, task.modules)
+
+        def see(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if inputs.setdefault(group, args[0]) is args[0]:
+                order.append(name)
+
+        return see
+
+    if task.model.ranks.is_first:
+        with ExitStack() as hooks, task.moving.first_batch() as batch:
+            for name, module in task.modules.items():
+                hooks.callback(module.register_forward_pre_hook(note(name)).remove)
+            output = [output for _, output in task.model.run(task.number, [batch])]
+    return output, task.model.ranks.broadcast(order)
+
+
+def _stages(task: _Task, order: Sequence[str]) -> list[dict[str, nn.Linear]]:
+    """Return the groups of modules in the order in which they read, if each can wait for the last.
+
+    None can where smoothing changes all at once, nor where a module reads more than once, or only
+    of some batches, as experts do.
+    """
+    recipe = task.recipe
+    if not recipe.watches_inputs or recipe.tiers.smoothing or any(map(expert_of, task.modules)):
+        return []
+    groups: dict[str, dict[str, nn.Linear]] = {}
+    for name in order:
+        group = groups.setdefault(group_name(name, task.modules), {})
+        group[name] = task.modules[name]
+    return list(groups.values()) if sorted(order) == sorted(task.modules) else []
+
+
+def _passage(
+    task: _Task, stages: Sequence[Mapping[str, nn.Linear]], kv: KvObserver | None
+) -> Passage:
+    if stages and task.moving.holds:
+        stops = [next(iter(modules.values())) for modules in stages]
+        return HeldPassage(task.model, task.number, task.moving, stops, kv)
+    return RepeatedPassage(task.model, task.number, task.moving, kv)
+
+
+def _stage(
+    task: _Task,
+    found: _Found,
+    passage: Passage,
+    modules: Mapping[str, nn.Linear],
+    is_one_of_several: bool,
+) -> dict[str, QuantizedLinear]:
+    """Quantize some modules of the layer on what they read."""
+    seen = _observe(task, passage, modules, is_one_of_several)
+    if seen.statistics is not None:
+        found.smoothed = smooth_shared(
+            task.model, task.number, task.moving, task.recipe, seen.statistics, seen.moments
+        )
+    linears = _quantize(task, found, modules, seen.moments)
+    found.reach = seen.reach
+    if task.recipe.has_static_inputs and modules:
+        found.reach = _fix_input_scales(task, passage, modules, linears, seen)
+    return linears
+
+
 @dataclass(slots=True)
 class _Seen:
-    """What a layer's inputs are, before it is quantized.
+    """What modules read.
 
-    first_output: the layer's output for the first batch; empty where another process has it.
-    moments: of the modules that this process owns. ranges: of static inputs, if nothing moves them.
+    moments: of those that this process owns. ranges: of static inputs, if nothing moves them.
     """
 
-    first_output: list[Tensor] = field(default_factory=list)
     moments: dict[str, InputMoments] = field(default_factory=dict)
     statistics: InputStatistics | None = None
     ranges: InputRanges | None = None
@@ -137,173 +232,93 @@ class _Seen:
 
 
 def _observe(
-    model: LayerwiseModel,
-    number: int,
-    moving: Moving,
-    recipe: Recipe,
-    modules: Mapping[str, nn.Linear],
-    owners: Mapping[str, int],
+    task: _Task, passage: Passage, modules: Mapping[str, nn.Linear], is_one_of_several: bool
 ) -> _Seen:
-    """Run the layer as it is and watch what its linears read.
+    """Watch what modules read before they are quantized.
 
-    Inputs are those that the quantized layers before produce. They do not pass through the 8-bit
-    format here: its rounding is independent of them, adds 0.1 % to the diagonal of the moments,
-    and takes as long as the layer itself.
+    Their own inputs are seen before they pass through the 8-bit format: its rounding is independent
+    of them and adds 0.1 % to the diagonal of the moments.
     """
-    seen = _Seen()
-    if not moving or not recipe.tiers.needs_data:
-        if moving and model.ranks.is_first:
-            with moving.first_batch() as first:
-                seen.first_output = [output for _, output in model.run(number, [first])]
+    recipe, seen, watchers = task.recipe, _Seen(), list[Watcher]()
+    if not modules or not (recipe.tiers.needs_data or is_one_of_several):
         return seen
-    observers, collector = MomentObservers(modules, owners), None
-    watchers: list[Watcher] = [observers]
+    observers = collector = None
+    if recipe.tiers.needs_data:
+        observers = MomentObservers(modules, task.owners)
+        watchers.append(observers)
     if recipe.has_static_inputs and not recipe.tiers.smoothing:
         seen.ranges = InputRanges(modules, recipe.observer_factory)
         watchers.append(seen.ranges)
     if recipe.tiers.smoothing:
-        prefix = f"{model.skeleton.layer_names[number]}."
+        prefix = f"{task.model.skeleton.layer_names[task.number]}."
         relative = {name.removeprefix(prefix): module for name, module in modules.items()}
-        collector = InputCollector(relative, max(16, SAMPLED_TOKENS // moving.num_batches))
+        collector = InputCollector(relative, max(16, SAMPLED_TOKENS // task.moving.num_batches))
         watchers.append(collector)
-    for batch, output in model.observe(number, moving.rounds(), watchers, modules.values()):
-        if batch.first == 0 and output is not None:
-            seen.first_output = [output]
-    seen.moments = observers.finish()
+    passage.show(list(modules.values()), watchers)
+    if observers is not None:
+        seen.moments = observers.finish()
+        others = [seen.ranges] if seen.ranges else []
+        seen.reach = add_scarce_moments(
+            task.model, task.number, task.moving, modules, observers, seen.moments, others
+        )
     seen.statistics = collector.finish() if collector else None
-    others = [seen.ranges] if seen.ranges else []
-    seen.reach = add_scarce_moments(model, number, moving, modules, observers, seen.moments, others)
     return seen
 
 
-@dataclass(slots=True)
-class _Smoothed:
-    """What smoothing did to the layer, by full names.
-
-    changed: modules whose weights are not the source's any more. tensors: all changed parameters.
-    input_factors: what the inputs of a module are divided by. gain_db: by target module. lines: for
-    the report, one a pair.
-    """
-
-    changed: set[str] = field(default_factory=set)
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    input_factors: dict[str, Tensor] = field(default_factory=dict)
-    gain_db: dict[str, float] = field(default_factory=dict)
-    lines: list[str] = field(default_factory=list)
-
-
-def _smooth(
-    model: LayerwiseModel,
-    number: int,
-    moving: Moving,
-    recipe: Recipe,
-    seen: _Seen,
-) -> _Smoothed:
-    """Fold factors into the layer where that helps, and account for them in the moments."""
-    if seen.statistics is None:
-        return _Smoothed()
-    ranks, layer = model.ranks, model.skeleton.layers[number]
-    found = ranks.broadcast(
-        _find_factors(model, number, moving, recipe, seen.statistics) if ranks.is_first else None
+def _quantize(
+    task: _Task,
+    found: _Found,
+    modules: Mapping[str, nn.Linear],
+    moments: Mapping[str, InputMoments],
+) -> dict[str, QuantizedLinear]:
+    """Quantize the weights of modules, with moments of what they read where there are any."""
+    linears, inputs = quantize_shared(
+        task.model.skeleton,
+        modules,
+        task.recipe.weights,
+        task.recipe.tiers,
+        moments,
+        found.smoothed.changed,
+        task.owners,
+        task.model.ranks,
     )
-    assert found is not None
-    if not ranks.is_first:
-        prefix = f"{model.skeleton.layer_names[number]}."
-        for name, tensor in found.tensors.items():
-            layer.get_parameter(name.removeprefix(prefix)).data = tensor
-    divided: set[int] = set()
-    for name, factors in found.input_factors.items():
-        known = seen.moments.get(name)
-        if known is not None and id(known) not in divided:  # siblings share one
-            divided.add(id(known))
-            known.divide(factors)
-    return found
-
-
-def _find_factors(
-    model: LayerwiseModel,
-    number: int,
-    moving: Moving,
-    recipe: Recipe,
-    statistics: InputStatistics,
-) -> _Smoothed:
-    """Fold factors into the layer where that helps."""
-    found, layer = _Smoothed(), model.skeleton.layers[number]
-    with moving.first_batch() as first:
-        result = smooth_layer(
-            layer,
-            model.skeleton.model.config,
-            lambda: model.output_of_few(number, first),
-            statistics,
-            SampledError(layer, statistics, recipe.weights, recipe.inputs),
-            power_of_two=False,
-            norms_only=recipe.inputs is not None and not recipe.inputs.dynamic,
-        )
-    prefix = f"{model.skeleton.layer_names[number]}."
-    for parameter in result.changed:
-        found.changed.add(f"{prefix}{parameter}".rpartition(".")[0])
-        found.tensors[f"{prefix}{parameter}"] = layer.get_parameter(parameter).data
-    found.input_factors = {f"{prefix}{t}": each for t, each in result.input_factors.items()}
-    for applied in result.applied:
-        found.gain_db.update(
-            dict.fromkeys((f"{prefix}{t}" for t in applied.pair.targets), applied.gain_db)
-        )
-        method, alpha = applied.strength
-        found.lines.append(f"{applied.pair.name}: {method} {alpha}, {applied.gain_db:.2f} dB")
-    found.lines += [f"{skipped.name}: skipped, {skipped.reason}" for skipped in result.skipped]
-    return found
+    found.linears |= linears
+    found.inputs |= inputs
+    return linears
 
 
 def _fix_input_scales(
-    model: LayerwiseModel,
-    number: int,
-    moving: Moving,
-    recipe: Recipe,
-    linears: Mapping[str, QuantizedLinear],
+    task: _Task,
+    passage: Passage,
     modules: Mapping[str, nn.Linear],
-    ranges: InputRanges | None,
+    linears: Mapping[str, QuantizedLinear],
+    seen: _Seen,
 ) -> list[ExpertReach]:
-    """Set static input scales, from the `ranges` that were watched or else in a pass of its own.
+    """Set static input scales, from the ranges that were watched or else in a pass of its own.
 
-    Returns which tokens reached the experts in that pass.
+    Returns which tokens reached the experts.
     """
-    reach: list[ExpertReach] = []
+    ranges, reach = seen.ranges, seen.reach
     if ranges is None:
-        ranges = InputRanges(modules, recipe.observer_factory)
-        for _ in model.observe(number, moving.rounds(), [ranges], modules.values()):
-            pass
-        reach = reach_unreached(model, number, moving, modules, ranges.num_tokens, [ranges])
-    if recipe.inputs is not None:
-        ranges.finish(linears, recipe.inputs, model.ranks)
+        ranges = InputRanges(modules, task.recipe.observer_factory)
+        passage.show(list(modules.values()), [ranges])
+        unreached = reach_unreached(
+            task.model, task.number, task.moving, modules, ranges.num_tokens, [ranges]
+        )
+        reach = unreached or reach
+    if task.recipe.inputs is not None:
+        ranges.finish(linears, task.recipe.inputs, task.model.ranks)
     return reach
 
 
-def _move(
-    model: LayerwiseModel,
-    number: int,
-    moving: Moving,
-    recipe: Recipe,
-    modules: Mapping[str, nn.Linear],
-    linears: Mapping[str, QuantizedLinear],
-    observer: KvObserver | None,
-    first_original: Sequence[Tensor],
-) -> float:
-    """Run the quantized layer on all batches; return the SQNR of the first, in dB."""
-    quantizers = InputQuantizers(modules, linears, recipe.inputs) if recipe.inputs else None
-    if observer is not None:
-        observer.attach(model.skeleton.layers[number])
+def _move(passage: Passage, first_original: Sequence[Tensor]) -> float:
+    """Take all batches to the next layer; return the SQNR of the first one's output, in dB."""
     first_sqnr = 0.0
-    for batch, output in model.watch(number, moving.rounds(moves=True), observer=observer):
+    for batch, output in passage.finish():
         if batch.first == 0 and first_original:
             # Against what the layer adds: the residual stream itself has a few huge channels.
             first_sqnr = sqnr_db(first_original[0] - batch.hidden, output - batch.hidden)
         batch.hidden = output
-    if observer is not None:
-        observer.detach()
-        observer.merge(model.ranks)
-    if quantizers is not None:
-        quantizers.remove()
-    _add_clipped(linears, model.ranks)
     return first_sqnr
 
 
@@ -314,56 +329,3 @@ def _add_clipped(linears: Mapping[str, QuantizedLinear], ranks: Ranks) -> None:
     for name, linear in linears.items() if found else ():
         if linear.inputs_clipped is not None:
             linear.inputs_clipped = sum(counts[name] or 0 for counts in found)
-
-
-def module_report(
-    linear: QuantizedLinear, inputs: InputSummary | None, is_smoothed: bool = False
-) -> ModuleReport:
-    """Return what to report of a linear module, and of its input where that was observed."""
-    rows, columns = linear.codes.shape
-    report = ModuleReport(
-        name=linear.name,
-        shape=(rows, columns),
-        tiers=((SMOOTHING, *linear.tiers) if is_smoothed else linear.tiers),
-        format=linear.spec.format,
-        weight_sqnr_db=linear.weight_sqnr_db,
-        plain_output_sqnr_db=linear.plain_output_sqnr_db,
-        output_sqnr_db=linear.output_sqnr_db,
-        outlier_ratio=linear.outlier_ratio,
-        input_amax=inputs.amax if inputs else linear.input_amax,
-        input_range=linear.input_range,
-        num_clipped=linear.num_clipped,
-        inputs_clipped=linear.inputs_clipped,
-        zeroed_share=linear.zeroed_share,
-        outlier_columns=0 if linear.columns is None else len(linear.columns),
-        bytes=sum(tensor.nbytes for tensor in linear.tensors().values()),
-    )
-    return report if inputs is None else _with_inputs(report, inputs)
-
-
-def _input_statistics(
-    linears: Mapping[str, QuantizedLinear], inputs: Mapping[str, InputSummary]
-) -> dict[str, Tensor]:
-    """Return what the inputs of each fused group carry, for whoever rounds the weights again."""
-    return {
-        f"{linear.name}.{INPUT_MEAN_SQUARE}": inputs[key].rms.square()
-        for key, linear in linears.items()
-        if key in inputs and group_name(key, linears) == key
-    }
-
-
-def _with_inputs(report: ModuleReport, inputs: InputSummary) -> ModuleReport:
-    """Add where the outliers of the module's input are."""
-    rms = inputs.rms
-    middle = rms.median().item()
-    largest = torch.topk(rms, min(TOP_CHANNELS, len(rms)))
-    return replace(
-        report,
-        input_outlier_ratio=rms.max().item() / middle if middle > 0 else None,
-        top_input_channels=tuple(
-            (channel, value)
-            for channel, value in zip(
-                largest.indices.tolist(), largest.values.tolist(), strict=True
-            )
-        ),
-    )

@@ -43,7 +43,7 @@ class Watcher(Protocol):
         """Sum up what was seen of this round, in all processes."""
 
 
-class _EndOfLayersError(Exception):
+class EndOfLayersError(Exception):
     """Raised where the rest of the model, or of a layer, need not run."""
 
 
@@ -76,37 +76,11 @@ class _Recorder(nn.Module):
         hidden, args, kwargs = _take_hidden(args, kwargs)
         self._log.append((hidden, Call(args, kwargs)))
         if self._is_last:
-            raise _EndOfLayersError
+            raise EndOfLayersError
         passed_on = hidden if self._output is None else self._output
         if self._output_size is None:
             return passed_on
         return (passed_on,) + (None,) * (self._output_size - 1)
-
-
-class _Reading:
-    """Ends a run of a layer when all modules have read, if the first run read each of them once."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._times = dict.fromkeys(modules, 0)
-        self._ends = False
-        self._handles = [m.register_forward_pre_hook(self._count) for m in self._times]
-
-    @contextmanager
-    def once(self) -> Iterator[None]:
-        """Bracket a run."""
-        self._times = dict.fromkeys(self._times, 0)
-        yield
-        self._ends = all(times == 1 for times in self._times.values())
-
-    def remove(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _count(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self._times[module] += 1
-        if self._ends and all(self._times.values()):
-            raise _EndOfLayersError
 
 
 class LayerwiseModel:
@@ -136,12 +110,16 @@ class LayerwiseModel:
 
     @torch.no_grad()
     def start(
-        self, batches: Sequence[Tensor], folder: Path | None = None, begins_at: int = 0
+        self,
+        batches: Sequence[Tensor],
+        folder: Path | None = None,
+        begins_at: int = 0,
+        holds: bool = True,
     ) -> Moving:
         """As `prepare`, with what is this process's of the batches; see `Moving`."""
         num_blocks = -(-sum(len(ids) for ids in batches) // BLOCK_SEQUENCES)
         rounds = self.ranks.num_rounds(num_blocks)
-        moving = Moving(rounds, len(batches), self.ranks, folder, begins_at)
+        moving = Moving(rounds, len(batches), self.ranks, folder, begins_at, holds)
         with self._embeddings(batches[0]):
             for block in own_blocks(batches, self.ranks):
                 recorded = [(place, self._record(place.ids, self._output_size)) for place in block]
@@ -176,67 +154,64 @@ class LayerwiseModel:
     ) -> Iterator[tuple[Batch, Tensor]]:
         """Run layer `number` on each batch, yielding (batch, output hidden states)."""
         for batch in batches:
-            batch.cache.observer = observer
-            output = self.output(number, batch, batch.hidden)
-            batch.cache.observer = None
-            yield batch, output
+            yield batch, self.output(number, batch, batch.hidden, observer)
 
     def watch(
         self,
         number: int,
         rounds: Iterable[Sequence[Batch]],
         watchers: Sequence[Watcher] = (),
-        observer: KvObserver | None = None,
     ) -> Iterator[tuple[Batch, Tensor]]:
         """As `run`, on blocks of batches, in all processes as many; watchers see what runs."""
         for block in rounds:
             for batch in block:
                 for watcher in watchers:
                     watcher.begin(batch.first)
-                yield from self.run(number, [batch], observer)
+                yield from self.run(number, [batch])
             for watcher in watchers:
                 watcher.end_block(self.ranks)
 
-    @torch.no_grad()
-    def observe(
-        self,
-        number: int,
-        rounds: Iterable[Sequence[Batch]],
-        watchers: Sequence[Watcher],
-        modules: Iterable[nn.Module],
-    ) -> Iterator[tuple[Batch, Tensor | None]]:
-        """As `watch`, for watchers of what `modules` read: a run ends when all have read.
-
-        Not the first run, nor where a module reads more than once; the output of one that has ended
-        is None. The watchers must have set their hooks already.
-        """
-        reading = _Reading(modules)
-        try:
-            for block in rounds:
-                for batch in block:
-                    for watcher in watchers:
-                        watcher.begin(batch.first)
-                    output = None
-                    with reading.once(), suppress(_EndOfLayersError):
-                        output = self.output(number, batch, batch.hidden)
-                    yield batch, output
-                for watcher in watchers:
-                    watcher.end_block(self.ranks)
-        finally:
-            reading.remove()
-
-    def output(self, number: int, batch: Batch, hidden: Tensor) -> Tensor:
+    def output(
+        self, number: int, batch: Batch, hidden: Tensor, observer: KvObserver | None = None
+    ) -> Tensor:
         """Return what layer `number` makes of `hidden`, with the arguments of `batch`.
 
         Shapes: [sequences, tokens, hidden_size] in and out. Gradients flow where they are enabled.
+        `observer` sees what is cached.
         """
-        layer, call = self.skeleton.layers[number], batch.calls[number]
+        with self.by_sequence(number, hidden.shape[:2]):
+            return self.forward(number, batch, hidden, observer)
+
+    def forward(
+        self, number: int, batch: Batch, hidden: Tensor, observer: KvObserver | None = None
+    ) -> Tensor:
+        """As `output`, within `by_sequence`."""
+        call = batch.calls[number]
+        batch.cache.observer = observer
         try:
-            with _linears_by_sequence(layer, hidden.shape[:2]):
-                output = layer(hidden, *call.args, **call.kwargs)
+            output = self.skeleton.layers[number](hidden, *call.args, **call.kwargs)
         finally:
+            batch.cache.observer = None
             batch.cache.forget()  # or the next run would continue this one
         return output if isinstance(output, Tensor) else output[0]
+
+    @contextmanager
+    def by_sequence(self, number: int, shape: torch.Size) -> Iterator[None]:
+        """Let every linear module of a layer multiply one sequence at a time.
+
+        A matmul may sum in another order for another number of rows, and a model with massive
+        activations amplifies that: scales would depend on the batch size. `shape` is the batch's
+        (sequences, tokens). Experts that gather tokens of all sequences are not covered.
+        """
+        modules = self.skeleton.layers[number].modules()
+        linears = [module for module in modules if type(module) is nn.Linear]
+        for module in linears:
+            module.forward = partial(_linear_by_sequence, module, shape)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for module in linears:
+                del module.forward
 
     def logits(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """Return the model's logits for the last layer's output; embeddings and head are loaded.
@@ -261,7 +236,7 @@ class LayerwiseModel:
 
         def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             found.append(args[0])
-            raise _EndOfLayersError
+            raise EndOfLayersError
 
         with self.skeleton.visit(""):
             handle = self.skeleton.model.get_output_embeddings().register_forward_pre_hook(stop)
@@ -269,7 +244,7 @@ class LayerwiseModel:
                 for block in rounds:
                     for batch in block:
                         ids = torch.zeros(batch.hidden.shape[:2], dtype=torch.int64)
-                        with suppress(_EndOfLayersError):
+                        with suppress(EndOfLayersError):
                             self.logits(ids, batch.hidden)
                     yield list(zip(block, found, strict=True))
                     found.clear()
@@ -316,7 +291,7 @@ class LayerwiseModel:
         count = len(self.skeleton.layers)
         stop_after = stop_after or count
         cache = observing_cache(self.skeleton.model.config)
-        with self._recorders(stop_after, output_size) as log, suppress(_EndOfLayersError):
+        with self._recorders(stop_after, output_size) as log, suppress(EndOfLayersError):
             self.skeleton.decoder(
                 input_ids=ids.to(self.skeleton.device),
                 use_cache=True,
@@ -355,24 +330,6 @@ class LayerwiseModel:
         if type(value) in (tuple, list):
             return type(value)(self._share(item) for item in value)
         return value
-
-
-@contextmanager
-def _linears_by_sequence(layer: nn.Module, shape: torch.Size) -> Iterator[None]:
-    """Let every linear module of a layer multiply one sequence at a time.
-
-    A matmul may sum in another order for another number of rows, and a model with massive
-    activations amplifies that: scales would depend on the batch size. `shape` is the batch's
-    (sequences, tokens). Experts that gather tokens of all sequences are not covered.
-    """
-    linears = [module for module in layer.modules() if type(module) is nn.Linear]
-    for module in linears:
-        module.forward = partial(_linear_by_sequence, module, shape)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for module in linears:
-            del module.forward
 
 
 def _linear_by_sequence(module: nn.Linear, shape: torch.Size, x: Tensor) -> Tensor:

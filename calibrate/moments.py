@@ -159,8 +159,9 @@ class MomentSums:
 class MomentObservers:
     """Forward hooks that record the input of every given module, once for each fused group.
 
-    `owners` are the processes that get the moments of each group; the first by default. `counts`
-    are of all processes, by group.
+    That is when the first of its members, in the order of `modules`, reads. `owners` are the
+    processes that get the moments of each group; the first by default. `counts` are of all
+    processes, by group.
     """
 
     def __init__(
@@ -173,8 +174,9 @@ class MomentObservers:
         self._first = 0
         self._handles: list[RemovableHandle] = []
         self._group_of = {name: group_name(name, modules) for name in modules}
-        for name in dict.fromkeys(self._group_of.values()):
-            self._handles.append(modules[name].register_forward_pre_hook(self._hook(name)))
+        for group, name in first_members(self._group_of).items():
+            hook = self._hook(group)
+            self._handles.append(modules[name].register_forward_pre_hook(hook, prepend=True))
 
     def begin(self, first: int) -> None:
         """Announce the sequences from number `first` on."""
@@ -228,6 +230,14 @@ class MomentObservers:
 def group_name(name: str, modules: Container[str]) -> str:
     """Return the first member of the fused group of `name` that is among `modules`."""
     return next((s for s in fused_siblings(name) if s in modules), name)
+
+
+def first_members(group_of: Mapping[str, str]) -> dict[str, str]:
+    """Return the first module of each group, of modules in the order in which they are given."""
+    firsts: dict[str, str] = {}
+    for name, group in group_of.items():
+        firsts.setdefault(group, name)
+    return firsts
 
 
 def _grams(sequences: list[Tensor]) -> Tensor | None:

@@ -30,7 +30,8 @@ class Moving:
 
     num_rounds: how many blocks a process has at most. num_batches: of all processes. folder: where
     batches live between layers; None keeps them in memory. begins_at: the layer that a resumed run
-    goes on with, whose files are there already.
+    goes on with, whose files are there already. holds: whether there is memory for what the batches
+    carry inside a layer.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class Moving:
         ranks: Ranks = ALONE,
         folder: Path | None = None,
         begins_at: int = 0,
+        holds: bool = True,
     ) -> None:
+        self.holds = holds
         self.num_rounds = num_rounds
         self.num_batches = num_batches
         self._ranks = ranks

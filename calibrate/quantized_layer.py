@@ -67,7 +67,7 @@ class QuantizedLinear:
         if self.input_scale is None or self.input_amax is None or self.inputs_clipped is None:
             return
         limit = fmt.max * self.input_scale.item()
-        # Quantized weights before it in the layer move the inputs a little from those seen.
+        # Weights quantized since, before it in the layer, move the inputs a little from those seen.
         if self.input_amax > limit / 2:
             self.inputs_clipped += int((x.abs() > limit).sum())
 
@@ -198,23 +198,31 @@ def sqnr_db(signal: Tensor, approximation: Tensor) -> float:
 
 
 class InputQuantizers:
-    """Forward hooks that pass every module's input through the 8-bit format.
+    """Forward hooks that pass the input of quantized modules through the 8-bit format.
 
     Siblings that read the same tensor share one conversion.
     """
 
-    def __init__(
-        self,
-        modules: Mapping[str, nn.Linear],
-        linears: Mapping[str, QuantizedLinear],
-        spec: QuantSpec,
-    ) -> None:
+    def __init__(self, modules: Mapping[str, nn.Linear], spec: QuantSpec) -> None:
         self._spec = spec
+        self._linears: dict[str, QuantizedLinear] = {}
+        self._scales: dict[str, Tensor | None] = {}
         self._last: tuple[Tensor, Tensor | None, Tensor] | None = None
-        self._handles: list[RemovableHandle] = []
-        for name, module in modules.items():
-            linear = linears[name]
-            self._handles.append(module.register_forward_pre_hook(self._hook(linear, module)))
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_pre_hook(self._hook(name)) for name, module in modules.items()
+        ]
+
+    def begin(self, linears: Mapping[str, QuantizedLinear], device: torch.device) -> None:
+        """Convert the inputs of these from now on; they are on `device`."""
+        for name, linear in linears.items():
+            scale = linear.input_scale
+            self._linears[name] = linear
+            self._scales[name] = None if scale is None else scale.to(device)
+
+    def forget_clipped(self) -> None:
+        """Count clipped inputs from here on."""
+        for linear in self._linears.values():
+            linear.inputs_clipped = None if linear.input_scale is None else 0
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -222,13 +230,12 @@ class InputQuantizers:
             handle.remove()
         self._last = None
 
-    def _hook(self, linear: QuantizedLinear, reader: nn.Linear) -> Any:
-        scale = linear.input_scale
-        placed = None if scale is None else scale.to(reader.weight.device)
-
+    def _hook(self, name: str) -> Any:
         def convert(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            linear.count_clipped(args[0], self._spec.fmt)
-            return (self._convert(args[0], placed), *args[1:])
+            if name not in self._linears:
+                return args
+            self._linears[name].count_clipped(args[0], self._spec.fmt)
+            return (self._convert(args[0], self._scales[name]), *args[1:])
 
         return convert
 

@@ -105,7 +105,12 @@ class Recipe:
     @property
     def needs_data(self) -> bool:
         """True if anything is measured on data: tiers, static inputs, or the KV cache."""
-        return self.tiers.needs_data or self.kv_spec is not None or self.has_static_inputs
+        return self.watches_inputs or self.kv_spec is not None
+
+    @property
+    def watches_inputs(self) -> bool:
+        """True if something depends on what linear modules read: tiers, or static inputs."""
+        return self.tiers.needs_data or self.has_static_inputs
 
     @property
     def has_static_inputs(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from quantkit.calibrate.data import Samples, effective_seq_len, load_samples
+from quantkit.calibrate.estimates import held_bytes, hidden_bytes
 from quantkit.calibrate.free_memory import free_bytes
 from quantkit.calibrate.output import bytes_of_dtype, peak_bytes
 from quantkit.calibrate.plan import Plan, make_plan
@@ -28,7 +29,8 @@ BATCH_TOKENS = {"cpu": 2048, "cuda": 8192}
 """Tokens per batch when no batch size is given: what fits a CPU's caches, or fills a GPU."""
 DEFAULT_SEQ_LEN = 2048
 HIDDEN_SHARE = 0.5
-"""Of the free memory: what hidden states may take of it before they live on the disk."""
+"""Of the free memory: what hidden states may take of it before they live on the disk, and what they
+may take with all that is computed of them inside a layer, to be kept there."""
 DTYPES = {
     "auto": None,
     "bfloat16": torch.bfloat16,
@@ -84,11 +86,19 @@ class Setup:
 
     def spills(self, ranks: Ranks, num_tokens: int) -> bool:
         """Whether what this process has of so many tokens is too much to keep in memory."""
+        return not self._fits(ranks, hidden_bytes(self.skeleton, num_tokens))
+
+    def holds(self, ranks: Ranks, num_tokens: int) -> bool:
+        """Whether there is memory too for what so many tokens carry inside a layer."""
+        inside = held_bytes(self.skeleton, self.plan.modules, num_tokens)
+        return self._fits(ranks, hidden_bytes(self.skeleton, num_tokens) + inside)
+
+    def _fits(self, ranks: Ranks, num_bytes: int) -> bool:
+        """Tell whether this process's share of so many bytes may be kept in memory."""
         device = self.skeleton.device
         free = free_bytes(device)
-        own = _hidden_bytes(self.skeleton, num_tokens) // ranks.size
         sharing = ranks.num_on_this_machine() if device.type == "cpu" else 1
-        return free is not None and own > HIDDEN_SHARE * free / sharing
+        return free is None or num_bytes // ranks.size <= HIDDEN_SHARE * free / sharing
 
     def load_samples(self, options: RunOptions) -> Samples | None:
         """Return the calibration samples; None where the recipe needs none."""
@@ -128,7 +138,7 @@ def set_up(
     plan = make_plan(skeleton, recipe, options.samples, length, size)
     added = bytes_of_dtype(skeleton, plan, DTYPES[options.dtype])
     plan = replace(plan, target_bytes=plan.target_bytes + added)
-    hidden = _hidden_bytes(skeleton, options.samples * length if recipe.needs_data else 0)
+    hidden = hidden_bytes(skeleton, options.samples * length if recipe.needs_data else 0)
     peak = peak_bytes(plan.target_bytes, hidden, options.max_shard_bytes)
     return Setup(source, skeleton, tokenizer, plan, length, size, peak, (note,) if note else ())
 
@@ -165,9 +175,3 @@ def _read_template(path: str | Path | None) -> str | None:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read chat template {path}: {error}") from None
-
-
-def _hidden_bytes(skeleton: Skeleton, num_tokens: int) -> int:
-    """Return the bytes of what enters a layer, for all samples."""
-    hidden_size = int(skeleton.model.config.get_text_config().hidden_size)
-    return num_tokens * hidden_size * skeleton.dtype.itemsize

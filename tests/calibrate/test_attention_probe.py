@@ -142,6 +142,7 @@ def test_transformers_is_left_as_it_was_when_a_layer_fails(lookup: Any) -> None:
     observer.attach(layer)
     with pytest.raises(ValueError, match="no"):
         layer(torch.ones(1))
+    observer.detach()
     assert AttentionInterface.get_interface is lookup
 
 

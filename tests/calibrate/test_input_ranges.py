@@ -55,7 +55,7 @@ class TestStaticInputs:
         _, modules = block()
         observers = InputRanges(modules, AmaxRange)
         modules["attn.q_proj"](torch.ones(1, 32))
-        with pytest.raises(CalibrationError, match=r"no calibration token reached attn\.k_proj"):
+        with pytest.raises(CalibrationError, match=r"no calibration token reached attn\.o_proj"):
             observers.finish(linears_for(modules), STATIC)
 
     @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -111,7 +111,8 @@ class TestObserversOfOnesOwn:
             module(x)
         ranges.finish(linears, STATIC)
         scale = reference.stored_scale(np.array([2.0]))
-        quantizers = InputQuantizers(modules, linears, STATIC)
+        quantizers = InputQuantizers(modules, STATIC)
+        quantizers.begin(linears, x.device)
         for module in modules.values():
             module(x)
         quantizers.remove()

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from quantkit.calibrate.batches import Batch, make_batches
 from quantkit.calibrate.layerwise import LayerwiseModel
-from quantkit.calibrate.moments import InputMoments, MomentObservers
 from quantkit.errors import UnsupportedError
 from tests import tiny
 from tests.calibrate import models
@@ -61,59 +60,6 @@ def test_batches_do_not_see_each_other(model_of: ModelOf, kind: str) -> None:
     alone = run_layers(model, model.prepare([first]))
     beside = run_layers(model, model.prepare([first, second, first[:, :7]]))
     assert all(torch.equal(one, other) for one, other in zip(alone, beside, strict=True))
-
-
-class TestObserving:
-    """A run that ends early has shown its watchers all that a whole one would have."""
-
-    @staticmethod
-    def inputs(folder: Path, ends: bool) -> tuple[list[dict[str, InputMoments]], list[bool]]:
-        """Return what the linears of each layer read of three batches, and which runs ended."""
-        model = LayerwiseModel(models.open_skeleton(folder))
-        linears = model.skeleton.linear_modules()
-        moving = model.start([two_rows(), two_rows(9), two_rows(7)])
-        found, ended = [], []
-        for number, name in enumerate(model.skeleton.layer_names):
-            inside = {n: m for n, m in linears.items() if n.startswith(f"{name}.")}
-            model.skeleton.load(name)
-            observers = MomentObservers(inside)
-            if ends:
-                observed = model.observe(number, moving.rounds(), [observers], inside.values())
-                ended += [output is None for _, output in observed]
-            else:
-                list(model.watch(number, moving.rounds(), [observers]))
-            found.append(observers.finish())
-            for batch, output in model.watch(number, moving.rounds(moves=True)):
-                batch.hidden = output
-            model.skeleton.unload(name)
-        return found, ended
-
-    @pytest.mark.parametrize("kind", models.CONFIGS)
-    def test_watchers_miss_nothing(self, model_of: ModelOf, kind: str) -> None:
-        whole, _ = self.inputs(model_of(kind), ends=False)
-        early, _ = self.inputs(model_of(kind), ends=True)
-        assert [layer.keys() for layer in early] == [layer.keys() for layer in whole]
-        for one, other in zip(early, whole, strict=True):
-            for name, moments in one.items():
-                assert torch.equal(moments.fit, other[name].fit), name
-                assert torch.equal(moments.amax, other[name].amax), name
-                assert moments.num_tokens == other[name].num_tokens, name
-
-    def test_all_runs_but_the_first_end(self, model_of: ModelOf) -> None:
-        _, ended = self.inputs(model_of("llama"), ends=True)
-        assert ended == [False, True, True] * 2
-
-    def test_where_a_module_reads_twice_no_run_ends(self, model_of: ModelOf) -> None:
-        model = LayerwiseModel(models.open_skeleton(model_of("llama")))
-        moving, name = model.start([two_rows(), two_rows(9)]), model.skeleton.layer_names[0]
-        model.skeleton.load(name)
-        mlp = model.skeleton.layers[0].mlp
-        mlp.register_forward_hook(
-            lambda module, args, output: mlp.up_proj(args[0])[..., :1] + output
-        )
-        linears = [m for m in mlp.modules() if isinstance(m, torch.nn.Linear)]
-        outputs = [output for _, output in model.observe(0, moving.rounds(), [], linears)]
-        assert all(output is not None for output in outputs)
 
 
 class TestLargeMatrices:

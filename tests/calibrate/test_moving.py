@@ -80,6 +80,16 @@ def test_results_are_those_of_hidden_states_in_memory(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "memory"]
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_results_do_not_depend_on_memory_for_what_is_inside_a_layer(
+    run: Run, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    kind, options = VARIANTS[variant]
+    expected = contents(run(kind, "held", **options))
+    monkeypatch.setattr(setup.Setup, "holds", lambda *args: False)
+    assert contents(run(kind, "repeated", **options)) == expected
+
+
 class TestEnds:
     @pytest.fixture
     def stop(

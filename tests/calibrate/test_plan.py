@@ -152,9 +152,15 @@ class TestTiedHead:
 
 class TestEstimates:
     def test_memory_covers_two_layers_hidden_states_and_a_shard(self, model_of: ModelOf) -> None:
-        plan = plan_for(model_of("llama"))
+        plan = plan_for(model_of("llama"), tiers="none")
         layer = (64 * (64 + 32 + 32 + 64) + 3 * 64 * 96) * 2
         assert plan.memory_bytes == 2 * layer + 4 * 16 * 64 * 2 + plan.target_bytes
+
+    def test_memory_covers_what_batches_carry_inside_a_layer(self, model_of: ModelOf) -> None:
+        through = plan_for(model_of("llama"), tiers="none")
+        stopping = plan_for(model_of("llama"))
+        # Residual and normed stream; queries, keys and values, or 96 channels into down_proj.
+        assert stopping.memory_bytes - through.memory_bytes == 4 * 16 * (2 * 64 + 3 * 64) * 2
 
     def test_memory_covers_the_moments_of_every_expert(self, model_of: ModelOf) -> None:
         with_tiers = plan_for(model_of("mixtral"))

@@ -185,7 +185,9 @@ class TestInputs:
             linear.input_scale = torch.tensor([2.0 ** -(number + 5)]) if spec is STATIC else None
         x, other = torch.randn(2, 5, 32), torch.randn(2, 5, 32)
         plain = {name: module(x) for name, module in modules.items()}
-        quantizers = InputQuantizers(modules, linears, spec)
+        quantizers = InputQuantizers(modules, spec)
+        assert all(torch.equal(modules[name](x), plain[name]) for name in modules)
+        quantizers.begin(linears, x.device)
         # Different scales, and a second tensor in between: no conversion may be reused wrongly.
         for value in (x, other, x):
             for name, module in modules.items():
