@@ -92,9 +92,9 @@ def curvature(
     else:
         upper = lower.flip(0, 1)
         importance[order] = upper.diagonal().square()
-        factor = (upper / upper.diagonal()).t().float().contiguous()
+        factor = (upper / upper.diagonal()).t().contiguous()
     num_exact = 0 if exact is None else len(exact)
-    return Curvature(order, ordered.float(), factor, importance.float(), num_exact)
+    return Curvature(order, ordered, factor, importance, num_exact)
 
 
 def compensate(
@@ -154,8 +154,12 @@ def _check_finite(name: str, tensor: Tensor) -> None:
 
 
 def _damped(moments: Tensor, damping: float, shrinkage: float) -> Tensor:
-    """Return H + shrinkage * diag H + damping * mean(diag H) * I in float64."""
-    damped = moments.to(torch.float64, copy=True)
+    """Return H + shrinkage * diag H + damping * mean(diag H) * I in float32.
+
+    With its rows and columns scaled to a unit diagonal it has no eigenvalue below shrinkage / (1 +
+    shrinkage), so that factors in float32 are as good as the moments are.
+    """
+    damped = moments.to(torch.float32, copy=True)
     diagonal = damped.diagonal()
     diagonal += shrinkage * diagonal + damping * diagonal.mean()
     return damped

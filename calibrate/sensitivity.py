@@ -29,7 +29,7 @@ from quantkit.errors import CalibrationError
 from quantkit.numerics import amax_to_scale
 from quantkit.scheme import QuantSpec
 
-MIN_TOKENS, MIN_SEQUENCES = 2048, 2
+MIN_TOKENS, MIN_SEQUENCES = 1024, 2
 """Enough to rank modules, and not on one text alone."""
 
 
