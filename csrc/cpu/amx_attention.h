@@ -29,14 +29,14 @@ struct TileAttention {
     return Partial::at(heads.partial + head * heads.partial_stride, sizes.rows);
   }
   const uint8_t* stored(const uint8_t* cache, int64_t head) const {
-    return cache + (tile.kv_head + head) * task.head_dim * TileDecoder<Format>::kBytes;
+    return cache + (tile.kv_head + head) * task.head_dim * PairDecoder<Format>::kBytes;
   }
 
   // Scores of a head, whose keys are decoded; decodes its values. Returns whether all values are
   // finite, or all queries see all of them.
   template <bool kAll, bool kCheck>
   bool multiply_queries(int64_t head, const StoredKeys& keys, const StoredKeys& later) const {
-    ValueDecoding<Format, kAll, kCheck> decoding{TileDecoder<Format>::make(),
+    ValueDecoding<Format, kAll, kCheck> decoding{PairDecoder<Format>::make(),
                                                  stored(task.values, head),
                                                  keys,
                                                  later,
@@ -98,7 +98,7 @@ struct TileAttention {
       const Range seen = seen_by(task, tile, token).within(partition.begin, partition.end);
       const Range visible = seen.empty() ? Range{partition.begin, partition.begin} : seen;
       const auto keys = StoredKeys::of(task, tile, partition.begin, visible);
-      ValueDecoding<Format, false, false> decoding{TileDecoder<Format>::make(),
+      ValueDecoding<Format, false, false> decoding{PairDecoder<Format>::make(),
                                                    stored(task.values, head),
                                                    keys,
                                                    keys,
@@ -116,7 +116,7 @@ struct TileAttention {
   template <bool kAll, bool kCheck>
   void run_heads(const StoredKeys& keys, const StoredKeys& later) const {
     const auto decode_keys = [&](int64_t head) {
-      return KeyDecoding<Format, kAll>{TileDecoder<Format>::make(),
+      return KeyDecoding<Format, kAll>{PairDecoder<Format>::make(),
                                        stored(task.keys, head),
                                        keys,
                                        later,

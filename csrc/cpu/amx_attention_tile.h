@@ -109,8 +109,8 @@ struct StoredKeys {
 // more requests at once than L1.
 template <class Format, bool kAll>
 struct KeyDecoding {
-  static constexpr int64_t kBytes = TileDecoder<Format>::kBytes;
-  TileDecoder<Format> decoder;
+  static constexpr int64_t kBytes = PairDecoder<Format>::kBytes;
+  PairDecoder<Format> decoder;
   const uint8_t* cache;  // of the head
   const StoredKeys& stored;
   const StoredKeys& later;
@@ -131,7 +131,7 @@ struct KeyDecoding {
         __builtin_prefetch(columns + later.offset[key + i] + 64 * line, 0, 2);
       }
       const uint64_t wanted = kAll || stored.has(key + i) ? mask : 0;
-      decoder.row(columns + stored.offset[key + i], wanted, target + 64 * i,
+      store_pairs(decoder, columns + stored.offset[key + i], wanted, target + 64 * i,
                   target + kTileBytes + 64 * i);
     }
     key += 8;
@@ -147,7 +147,7 @@ struct KeyDecoding {
 // 4 l + j holds dimension 16 l + 4 t + j of a chunk.
 
 template <bool kCheck, class Format>
-inline __attribute__((always_inline)) void decode_value_pair(const TileDecoder<Format>& decoder,
+inline __attribute__((always_inline)) void decode_value_pair(const PairDecoder<Format>& decoder,
                                                              const uint8_t* const (&row)[2],
                                                              const uint64_t (&mask)[2],
                                                              char* target, __m512i* highest) {
@@ -163,7 +163,7 @@ inline __attribute__((always_inline)) void decode_value_pair(const TileDecoder<F
 }
 
 template <bool kCheck>
-inline __attribute__((always_inline)) void decode_value_pair(const TileDecoder<BFloat16>&,
+inline __attribute__((always_inline)) void decode_value_pair(const PairDecoder<BFloat16>&,
                                                              const uint8_t* const (&row)[2],
                                                              const uint64_t (&mask)[2],
                                                              char* target, __m512i* highest) {
@@ -187,19 +187,19 @@ inline __attribute__((always_inline)) void decode_value_pair(const TileDecoder<B
 }
 
 template <class Format>
-inline bool all_finite(const TileDecoder<Format>&, __m512i highest) {
+inline bool all_finite(const PairDecoder<Format>&, __m512i highest) {
   const __m512i first = _mm512_set1_epi8(static_cast<char>(0x80 | Format::kFirstSpecial));
   return _mm512_cmpge_epu8_mask(highest, first) == 0;
 }
-inline bool all_finite(const TileDecoder<BFloat16>&, __m512i highest) {
+inline bool all_finite(const PairDecoder<BFloat16>&, __m512i highest) {
   return _mm512_cmpge_epu16_mask(highest, _mm512_set1_epi16(0x7F80)) == 0;
 }
 
 // Four pairs of values at a step; after the last, `finite` tells whether all of them are, if kCheck.
 template <class Format, bool kAll, bool kCheck>
 struct ValueDecoding {
-  static constexpr int64_t kBytes = TileDecoder<Format>::kBytes;
-  TileDecoder<Format> decoder;
+  static constexpr int64_t kBytes = PairDecoder<Format>::kBytes;
+  PairDecoder<Format> decoder;
   const uint8_t* cache;  // of the head
   const StoredKeys& stored;
   const StoredKeys& later;

@@ -97,14 +97,14 @@ struct DecodedWeights {
 
 template <class Format>
 struct ChunkDecoder {
-  TileDecoder<Format> decoder;
+  PairDecoder<Format> decoder;
   const PanelRows& panel;
   const DecodedWeights& decoded;
   int64_t columns;
 
   // Decodes rows [8 * part, 8 * part + 8) of a chunk.
   inline __attribute__((always_inline)) void eight(int64_t chunk, int part) const {
-    constexpr int64_t kBytes = TileDecoder<Format>::kBytes;
+    constexpr int64_t kBytes = PairDecoder<Format>::kBytes;
     const uint64_t mask = first_columns(columns - chunk * kChunk);
     char* target = decoded.chunk(chunk) + part / 2 * 2 * kTileBytes + part % 2 * 8 * 64;
     QK_UNROLL for (int i = 0; i < 8; ++i) {
@@ -112,7 +112,7 @@ struct ChunkDecoder {
       QK_UNROLL for (int64_t line = 0; line < kBytes; ++line) {
         __builtin_prefetch(stored + panel.ahead + 64 * line, 0, 2);
       }
-      decoder.row(stored, mask, target + 64 * i, target + kTileBytes + 64 * i);
+      store_pairs(decoder, stored, mask, target + 64 * i, target + kTileBytes + 64 * i);
     }
   }
 };
@@ -216,7 +216,7 @@ __attribute__((noinline)) void multiply_panel(const LinearTask& task, const Pane
   const int64_t x_stride = chunks * 2 * kTileBytes;
   const int64_t group_chunks = weight.groups == 1 ? chunks : weight.group_size / kChunk;
   float* sums = results + kResultTiles * kTileFloats;
-  const ChunkDecoder<Format> decoder{TileDecoder<Format>::make(), panel, decoded, weight.columns};
+  const ChunkDecoder<Format> decoder{PairDecoder<Format>::make(), panel, decoded, weight.columns};
   if constexpr (kDecode) {
     for (int part = 0; part < 4; ++part) decoder.eight(0, part);
   }

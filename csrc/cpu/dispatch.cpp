@@ -47,12 +47,14 @@ bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
-bool has_avx512bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+bool has_avx512bf16() {
+  return has_avx512() && __builtin_cpu_supports("avx512vbmi") &&
+         __builtin_cpu_supports("avx512bf16");
+}
 bool has_avx512fp16() { return has_avx512() && cpuid_leaf7_edx(1u << 23); }
 bool has_amx() {
   constexpr unsigned int kBFloat16AndTiles = 1u << 22 | 1u << 24;
-  return has_avx512fp16() && __builtin_cpu_supports("avx512vbmi") &&
-         __builtin_cpu_supports("avx512bf16") && cpuid_leaf7_edx(kBFloat16AndTiles) &&
+  return has_avx512fp16() && has_avx512bf16() && cpuid_leaf7_edx(kBFloat16AndTiles) &&
          may_use_tiles();
 }
 #else

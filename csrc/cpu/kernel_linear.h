@@ -116,7 +116,7 @@ inline __attribute__((always_inline)) bool dot_one_group(const LinearTask& task,
   block.add_columns(w, task.weight.columns, task.x, task.weight.columns * Dot::kBytes);
   QK_UNROLL for (int r = 0; r < kR; ++r) {
     QK_UNROLL for (int m = 0; m < kM; ++m) {
-      out[r * kM + m] = block.sum[r][m].sum() * Dot::Codes::kFactor * scale[r][0];
+      out[m * Isa::kLanes + r] = block.sum[r][m].sum() * Dot::Codes::kFactor * scale[r][0];
     }
   }
   return block.peak.special();
@@ -150,12 +150,15 @@ inline __attribute__((always_inline)) bool dot_groups(const LinearTask& task,
     }
   }
   for (int r = 0; r < kR; ++r) {
-    for (int m = 0; m < kM; ++m) out[r * kM + m] = total[r][m].sum() * Dot::Codes::kFactor;
+    for (int m = 0; m < kM; ++m) {
+      out[m * Isa::kLanes + r] = total[r][m].sum() * Dot::Codes::kFactor;
+    }
   }
   return block.peak.special();
 }
 
-// out[r * kM + m] = sum over k of weight[row + r, k] * x[m, k], scaled; `valid` rows of kR exist.
+// out[m * kLanes + r] = sum over k of weight[row + r, k] * x[m, k], scaled; `valid` rows exist. What
+// is written for other rows, of weight or x, means nothing.
 using DotRows = void (*)(const LinearTask&, int64_t row, int valid, float* out);
 
 template <class Isa, class Format, int kR, int kM>
@@ -177,7 +180,7 @@ __attribute__((noinline)) void dot_rows(const LinearTask& task, int64_t row, int
     for (int r = 0; r < valid; ++r) {
       if (!has_special<Format>(w[r], weight.columns)) continue;
       for (int m = 0; m < task.batch; ++m) {
-        out[r * kM + m] = dot_by_table<Isa, Format>(task, row + r, m);
+        out[m * Isa::kLanes + r] = dot_by_table<Isa, Format>(task, row + r, m);
       }
     }
   }
@@ -185,8 +188,7 @@ __attribute__((noinline)) void dot_rows(const LinearTask& task, int64_t row, int
 
 struct DotKernel {
   DotRows run;
-  int rows;   // weight rows a call, at most Isa::kLanes
-  int batch;  // rows of x a call, padding included
+  int rows;  // weight rows a call, a divisor of kLanes
 };
 
 template <class Isa, class Format, int kM = 1>
@@ -194,7 +196,7 @@ DotKernel choose_batch(int batch) {
   if constexpr (kM < Isa::kMaxBatch) {
     if (batch > kM) return choose_batch<Isa, Format, kM < 4 ? kM + 1 : 2 * kM>(batch);
   }
-  return {dot_rows<Isa, Format, Isa::weight_rows(kM), kM>, Isa::weight_rows(kM), kM};
+  return {dot_rows<Isa, Format, Isa::weight_rows(kM), kM>, Isa::weight_rows(kM)};
 }
 
 template <class Isa>
@@ -213,18 +215,10 @@ DotKernel choose_kernel(const LinearTask& task) {
 using Chooser = DotKernel (*)(const LinearTask&);
 
 // sums[m * kLanes + i]: row of x m by weight row `row + i`, for `count` (at most kLanes) rows.
-template <class Isa>
 inline void dot_lanes(const DotKernel& kernel, const LinearTask& task, int64_t row, int64_t count,
                       float* sums) {
-  float block[Isa::kLanes * Isa::kMaxBatch];  // no kernel takes more weight rows
   for (int64_t i = 0; i < count; i += kernel.rows) {
-    const int valid = static_cast<int>(at_most(kernel.rows, count - i));
-    kernel.run(task, row + i, valid, block);
-    for (int r = 0; r < valid; ++r) {
-      for (int m = 0; m < task.batch; ++m) {
-        sums[m * Isa::kLanes + i + r] = block[r * kernel.batch + m];
-      }
-    }
+    kernel.run(task, row + i, static_cast<int>(at_most(kernel.rows, count - i)), sums + i);
   }
 }
 
@@ -275,10 +269,10 @@ template <class Isa, Chooser kChoose>
 void linear(const LinearTask& task, int64_t begin, int64_t end) {
   using Lanes = typename Isa::Lanes;
   const DotKernel kernel = kChoose(task);
-  float sums[Isa::kLanes * Isa::kMaxBatch];
+  alignas(64) float sums[Isa::kLanes * Isa::kMaxBatch];
   for (int64_t row = begin; row < end; row += Isa::kLanes) {
     const int64_t count = at_most(Isa::kLanes, end - row);
-    dot_lanes<Isa>(kernel, task, row, count, sums);
+    dot_lanes(kernel, task, row, count, sums);
     const Lanes bias = bias_lanes<Isa>(task, row, count);
     for (int m = 0; m < task.batch; ++m) {
       const Lanes value = Lanes::add(Lanes::from(sums + m * Isa::kLanes), bias);
@@ -292,12 +286,12 @@ template <class Isa, Chooser kChoose>
 void gated_linear(const LinearTask& task, int64_t begin, int64_t end) {
   using Lanes = typename Isa::Lanes;
   const DotKernel kernel = kChoose(task);
-  float gates[Isa::kLanes * Isa::kMaxBatch];
-  float ups[Isa::kLanes * Isa::kMaxBatch];
+  alignas(64) float gates[Isa::kLanes * Isa::kMaxBatch];
+  alignas(64) float ups[Isa::kLanes * Isa::kMaxBatch];
   for (int64_t row = begin; row < end; row += Isa::kLanes) {
     const int64_t count = at_most(Isa::kLanes, end - row);
-    dot_lanes<Isa>(kernel, task, row, count, gates);
-    dot_lanes<Isa>(kernel, task, task.features + row, count, ups);
+    dot_lanes(kernel, task, row, count, gates);
+    dot_lanes(kernel, task, task.features + row, count, ups);
     const Lanes gate_bias = bias_lanes<Isa>(task, row, count);
     const Lanes up_bias = bias_lanes<Isa>(task, task.features + row, count);
     for (int m = 0; m < task.batch; ++m) {

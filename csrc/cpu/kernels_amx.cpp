@@ -24,8 +24,9 @@
 
 #include "kernel_template.h"
 // After the template that it fills.
+#include "bf16_pairs.h"
 #include "isa_avx512.h"
-// After both.
+// After all three.
 #include "amx_tiles.h"
 // After the tiles.
 #include "amx_linear.h"

@@ -45,12 +45,6 @@ constexpr int kMaxBatch = Avx512::kMaxBatch;
 // products of one row of x.
 constexpr int kChunksPerFlush = 9;
 
-// Prefetching a group of weight rows ahead into L1 is near enough to be in time only where rows are
-// long. Below this many bytes a group, groups further ahead are brought into L2 first, which takes
-// many more requests at once than L1: 1.2 times the speed at 576 columns.
-constexpr int64_t kNearBytes = 8 * 1024;
-constexpr int64_t kGroupsAhead = 4;
-
 bool sums_in_half(FloatType x, WeightFormat weight) {
   const bool narrow = weight == WeightFormat::kE4M3 || weight == WeightFormat::kE3M4;
   return narrow && x != FloatType::kFloat32;
@@ -156,10 +150,7 @@ struct HalfBlock {
     for (int64_t column = 0; column < count; column += kColumns) {
       const int64_t left = count - column;
       QK_UNROLL for (int r = 0; r < kR; ++r) {
-        __builtin_prefetch(w[r] + column + kR * row_bytes);
-        if (kR * row_bytes < kNearBytes) {
-          __builtin_prefetch(w[r] + column + kGroupsAhead * kR * row_bytes, 0, 2);
-        }
+        prefetch_group<kR>(w[r] + column, row_bytes);
         const Codes codes = left >= kColumns
                                 ? Codes::load(w[r] + column)
                                 : Codes::load_some(w[r] + column, static_cast<int>(left));
@@ -257,28 +248,27 @@ __attribute__((noinline)) void half_sums(const LinearTask& task, int64_t row, in
     }
   }
   for (int m = 0; m < task.batch; ++m) {
-    alignas(64) float sums[Avx512::kLanes];
     const float factor = task.x[m] * Format::kHalfFactor;
-    Lanes::mul(Lanes::sums(total[m]), Lanes::broadcast(factor)).store(sums);
-    for (int r = 0; r < valid; ++r) out[r * kM + m] = sums[r];
+    const Lanes sums = Lanes::sums(total[m]);
+    Lanes::mul(sums, Lanes::broadcast(factor)).store(out + m * Avx512::kLanes);
   }
   if (!special) return;
   for (int r = 0; r < valid; ++r) {
     const int64_t columns = task.weight.columns;
     if (!has_special<Format>(task.weight.codes + (row + r) * columns, columns)) continue;
     for (int m = 0; m < task.batch; ++m) {
-      out[r * kM + m] = half_dot_by_table<Format>(task, row + r, m);
+      out[m * Avx512::kLanes + r] = half_dot_by_table<Format>(task, row + r, m);
     }
   }
 }
 
 template <class Format>
 DotKernel choose_half_batch(int batch) {
-  if (batch == 1) return {half_sums<Format, 4, 1>, Avx512::kLanes, 1};
-  if (batch == 2) return {half_sums<Format, 4, 2>, Avx512::kLanes, 2};
-  if (batch == 3) return {half_sums<Format, 4, 3>, Avx512::kLanes, 3};
-  if (batch == 4) return {half_sums<Format, 4, 4>, Avx512::kLanes, 4};
-  return {half_sums<Format, 2, 8>, Avx512::kLanes, 8};
+  if (batch == 1) return {half_sums<Format, 4, 1>, Avx512::kLanes};
+  if (batch == 2) return {half_sums<Format, 4, 2>, Avx512::kLanes};
+  if (batch == 3) return {half_sums<Format, 4, 3>, Avx512::kLanes};
+  if (batch == 4) return {half_sums<Format, 4, 4>, Avx512::kLanes};
+  return {half_sums<Format, 2, 8>, Avx512::kLanes};
 }
 
 DotKernel choose_half(const LinearTask& task) {
