@@ -31,8 +31,7 @@ class Passage(ABC):
     """
 
     repeats: bool
-    """Whether a module that was shown runs again, with what was put in its place, until `finish`
-    has run it once more."""
+    """Whether modules run more than once after they were quantized, the last time in `finish`."""
 
     def __init__(
         self, model: LayerwiseModel, number: int, moving: Moving, observer: KvObserver | None = None
@@ -89,6 +88,8 @@ class RepeatedPassage(Passage):
     """
 
     repeats = True
+    _ends = False
+    _times: dict[nn.Module, int]  # that each module which is shown has read in a run
 
     @contextmanager
     def _showing(self, modules: Collection[nn.Module]) -> Iterator[None]:
