@@ -200,6 +200,11 @@ DotKernel choose_batch(int batch) {
 }
 
 template <class Isa>
+int64_t pass_rows(FloatType, WeightFormat, int64_t batch) {
+  return at_most(Isa::kMaxBatch, batch);
+}
+
+template <class Isa>
 DotKernel choose_kernel(const LinearTask& task) {
   switch (task.weight.format) {
     case WeightFormat::kE4M3: return choose_batch<Isa, E4M3>(task.batch);

@@ -40,7 +40,7 @@ constexpr KernelSet kKernels{
     .enter = nullptr,
     .leave = nullptr,
     .tiles = nullptr,
-    .max_batch = Isa::kMaxBatch,
+    .pass_rows = pass_rows<Isa>,
     .packed_size = packed_size<Isa>,
     .pack = pack<Isa>,
     .linear = linear<Isa, choose_kernel<Isa>>,

@@ -9,7 +9,7 @@
 
 namespace quantkit {
 
-// One call on `batch` rows of x, at most KernelSet::max_batch of them.
+// One call on `batch` rows of x, at most KernelSet::pass_rows of them.
 struct LinearTask {
   WeightMatrix weight;
   const float* x;    // packed by KernelSet::pack
@@ -241,7 +241,8 @@ struct KernelSet {
   void (*leave)();
   const TileKernels* tiles;  // null for none
 
-  int max_batch;
+  // Rows of x that a call takes, of `batch` rows; the last call takes what is left.
+  int64_t (*pass_rows)(FloatType x, WeightFormat weight, int64_t batch);
   // Number of floats that pack() writes, to a buffer aligned to 64 bytes.
   int64_t (*packed_size)(const PackTask&);
   void (*pack)(const PackTask&, float* packed);

@@ -55,17 +55,34 @@ bool multiplies_pairs(FloatType x, WeightFormat weight) {
   return exact && x == FloatType::kBFloat16;
 }
 
+// As Avx512, with more rows of x: a weight beside constants and x in memory leaves room for them.
+struct PairRows : Avx512 {
+  static constexpr int kMaxBatch = 10;
+};
+
+// More rows than one call takes are dealt evenly: calls of six and six are faster than of ten and
+// two.
+int64_t pass_rows_pairs(FloatType x, WeightFormat weight, int64_t batch) {
+  if (!multiplies_pairs(x, weight)) return avx512_kernels()->pass_rows(x, weight, batch);
+  if (batch <= PairRows::kMaxBatch) return batch;
+  return ceil_div(batch, ceil_div(batch, PairRows::kMaxBatch));
+}
+
+// Rows of x that a kernel computes for `batch` of them; the rest is zero padding.
+int padded_pairs(int batch) { return batch <= 4 ? batch : (batch + 1) / 2 * 2; }
+
 // Packed x: for each chunk of columns of each group, two vectors of every row of the padded batch.
 constexpr int64_t kChunkBytes = kChunk * 2;
 
 int64_t packed_size_pairs(const PackTask& task) {
-  if (!multiplies_pairs(task.type, task.format)) return avx512_kernels()->packed_size(task);
-  return packed_size<Avx512>(task) / 2;
+  const int64_t size = avx512_kernels()->packed_size(task);
+  if (!multiplies_pairs(task.type, task.format)) return size;
+  return size / padded_batch(task.batch) * padded_pairs(task.batch) / 2;
 }
 
 void pack_pairs(const PackTask& task, float* packed) {
   if (!multiplies_pairs(task.type, task.format)) return avx512_kernels()->pack(task, packed);
-  const int padded = padded_batch(task.batch);
+  const int padded = padded_pairs(task.batch);
   const auto* x = static_cast<const BFloat16*>(task.x);
   auto* target = reinterpret_cast<char*>(packed);
   for (int64_t begin = 0; begin < task.columns; begin += task.group_size) {
@@ -182,7 +199,9 @@ DotKernel choose_pair_batch(int batch) {
   if (batch == 2) return {pair_sums<Format, 4, 2>, Avx512::kLanes};
   if (batch == 3) return {pair_sums<Format, 4, 3>, Avx512::kLanes};
   if (batch == 4) return {pair_sums<Format, 4, 4>, Avx512::kLanes};
-  return {pair_sums<Format, 2, 8>, Avx512::kLanes};
+  if (batch <= 6) return {pair_sums<Format, 2, 6>, Avx512::kLanes};
+  if (batch <= 8) return {pair_sums<Format, 2, 8>, Avx512::kLanes};
+  return {pair_sums<Format, 2, 10>, Avx512::kLanes};
 }
 
 DotKernel choose_pairs(const LinearTask& task) {
@@ -198,17 +217,18 @@ void linear_pairs(const LinearTask& task, int64_t begin, int64_t end) {
   if (!multiplies_pairs(task.x_type, task.weight.format)) {
     return avx512_kernels()->linear(task, begin, end);
   }
-  linear<Avx512, choose_pairs>(task, begin, end);
+  linear<PairRows, choose_pairs>(task, begin, end);
 }
 
 void gated_linear_pairs(const LinearTask& task, int64_t begin, int64_t end) {
   if (!multiplies_pairs(task.x_type, task.weight.format)) {
     return avx512_kernels()->gated_linear(task, begin, end);
   }
-  gated_linear<Avx512, choose_pairs>(task, begin, end);
+  gated_linear<PairRows, choose_pairs>(task, begin, end);
 }
 
 KernelSet with_pairs(KernelSet set) {
+  set.pass_rows = pass_rows_pairs;
   set.packed_size = packed_size_pairs;
   set.pack = pack_pairs;
   set.linear = linear_pairs;

@@ -40,7 +40,6 @@ namespace {
 using Lanes = Avx512::Lanes;
 
 constexpr int kColumns = Avx512::kColumns;
-constexpr int kMaxBatch = Avx512::kMaxBatch;
 // Of 2 products a lane each. Half of what is added before float32 costs as many instructions as the
 // products of one row of x.
 constexpr int kChunksPerFlush = 9;

@@ -46,10 +46,11 @@ bool fits_tiles(const KernelSet& kernels, FloatType x, const WeightMatrix& weigh
 }
 
 int64_t rows_of_pass(const LinearCall& call, const KernelSet& kernels) {
-  const int64_t most = uses_tiles(call, kernels)
-                           ? kernels.tiles->max_batch(call.task.weight.columns)
-                           : kernels.max_batch;
-  return std::min(most, call.x.batch);
+  const WeightMatrix& weight = call.task.weight;
+  if (!uses_tiles(call, kernels)) {
+    return kernels.pass_rows(call.x.type, weight.format, call.x.batch);
+  }
+  return std::min(kernels.tiles->max_batch(weight.columns), call.x.batch);
 }
 
 LinearPass pass_at(const LinearCall& call, int64_t row, const KernelSet& kernels) {
