@@ -30,7 +30,7 @@ from tests import reference
 # 1, 2, 4 and 8 rows of x, 16 rows where the wrappers change over; tiles of 16 rows, two at a time.
 COLUMNS = [1, 7, 8, 9, 15, 16, 31, 32, 33, 63, 64, 65, 129, 576, 1000]
 ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 15, 16, 17, 32, 33, 131]
-BATCHES = [0, 1, 2, 3, 4, 5, 8, 9, 15, 16, 17, 32, 33, 48, 49, 70]
+BATCHES = [0, 1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 15, 16, 17, 32, 33, 48, 49, 70]
 # Half the distance between neighbours, relative to the number: the cost of one rounding.
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
