@@ -135,7 +135,7 @@ def _pass(task: _Task, found: _Found, kv: KvObserver | None) -> None:
         for modules in stages or [dict(task.modules)]:
             linears = _stage(task, found, passage, modules, is_one_of_several=bool(stages))
             if quantizers is not None:
-                quantizers.begin(linears, device)
+                quantizers.start(linears, device)
         if passage.repeats and quantizers is not None:
             quantizers.forget_clipped()
         found.output_sqnr_db = _move(passage, first_output)

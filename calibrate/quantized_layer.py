@@ -212,7 +212,7 @@ class InputQuantizers:
             module.register_forward_pre_hook(self._hook(name)) for name, module in modules.items()
         ]
 
-    def begin(self, linears: Mapping[str, QuantizedLinear], device: torch.device) -> None:
+    def start(self, linears: Mapping[str, QuantizedLinear], device: torch.device) -> None:
         """Convert the inputs of these from now on; they are on `device`."""
         for name, linear in linears.items():
             scale = linear.input_scale

@@ -112,7 +112,7 @@ class TestObserversOfOnesOwn:
         ranges.finish(linears, STATIC)
         scale = reference.stored_scale(np.array([2.0]))
         quantizers = InputQuantizers(modules, STATIC)
-        quantizers.begin(linears, x.device)
+        quantizers.start(linears, x.device)
         for module in modules.values():
             module(x)
         quantizers.remove()

@@ -187,7 +187,7 @@ class TestInputs:
         plain = {name: module(x) for name, module in modules.items()}
         quantizers = InputQuantizers(modules, spec)
         assert all(torch.equal(modules[name](x), plain[name]) for name in modules)
-        quantizers.begin(linears, x.device)
+        quantizers.start(linears, x.device)
         # Different scales, and a second tensor in between: no conversion may be reused wrongly.
         for value in (x, other, x):
             for name, module in modules.items():

@@ -51,7 +51,7 @@ def divergence(folder: Path, inputs: QuantSpec | None) -> float:
     modules = linears(skeleton)
     found = quantize_weights(skeleton, modules, WEIGHTS)
     if inputs is not None:
-        InputQuantizers(modules, inputs).begin(found, skeleton.device)
+        InputQuantizers(modules, inputs).start(found, skeleton.device)
     rounded = skeleton.model(ids()).logits.log_softmax(-1)
     return (exact.exp() * (exact - rounded)).sum(-1).mean().item()
 
