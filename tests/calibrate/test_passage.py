@@ -65,13 +65,25 @@ def change(modules: dict[str, nn.Linear]) -> None:
         module.weight.data = module.weight.data.clone().mul_(0.75).to(module.weight.dtype)
 
 
-def held(model: LayerwiseModel, number: int, moving: Moving, groups: Groups) -> Passage:
+def held(
+    model: LayerwiseModel,
+    number: int,
+    moving: Moving,
+    groups: Groups,
+    observer: KvObserver | None = None,
+) -> Passage:
     stops = [next(iter(group.values())) for group in groups]
-    return HeldPassage(model, number, moving, stops)
+    return HeldPassage(model, number, moving, stops, observer)
 
 
-def repeated(model: LayerwiseModel, number: int, moving: Moving, groups: Groups) -> Passage:
-    return RepeatedPassage(model, number, moving)
+def repeated(
+    model: LayerwiseModel,
+    number: int,
+    moving: Moving,
+    groups: Groups,
+    observer: KvObserver | None = None,
+) -> Passage:
+    return RepeatedPassage(model, number, moving, observer)
 
 
 @torch.no_grad()
@@ -165,14 +177,12 @@ class TestStrays:
 
 class TestKvObserver:
     @staticmethod
-    def scales(folder: Path, make: Any) -> dict[str, Tensor]:
+    def scales(folder: Path, make: Callable[..., Passage]) -> dict[str, Tensor]:
         model, moving = start(folder)
         name, found = model.skeleton.layer_names[0], KvObserver(QuantSpec(Granularity.HEAD))
         model.skeleton.load(name)
         groups = groups_of(model, 0, moving)
-        stops = [next(iter(group.values())) for group in groups]
-        arguments = (stops, found) if make is HeldPassage else (found,)
-        with torch.no_grad(), make(model, 0, moving, *arguments) as passage:
+        with torch.no_grad(), make(model, 0, moving, groups, found) as passage:
             for modules in groups:
                 passage.show(list(modules.values()), [])
             list(passage.finish())
@@ -180,8 +190,8 @@ class TestKvObserver:
 
     @pytest.mark.parametrize("kind", ["llama", "gemma3", "falcon", "bloom", "gpt-neox"])
     def test_the_scales_and_their_owner_are_the_same(self, model_of: ModelOf, kind: str) -> None:
-        one = self.scales(model_of(kind), HeldPassage)
-        other = self.scales(model_of(kind), RepeatedPassage)
+        one = self.scales(model_of(kind), held)
+        other = self.scales(model_of(kind), repeated)
         assert one.keys() == other.keys()
         assert all(torch.equal(scale, other[name]) for name, scale in one.items())
 
@@ -195,8 +205,8 @@ class TestErrors:
         model.skeleton.load(model.skeleton.layer_names[0])
         groups, lookup = groups_of(model, 0, moving), AttentionInterface.get_interface
         layer = model.skeleton.layers[0]
-        passage = make(model, 0, moving, groups)
-        passage._observer = KvObserver(QuantSpec(Granularity.TENSOR))
+        observer = KvObserver(QuantSpec(Granularity.TENSOR))
+        passage = make(model, 0, moving, groups, observer)
 
         def fail(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             if args[0].shape[1] == 9:
