@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quantkit.calibrate.batches import make_batches
 from quantkit.calibrate.budget import keep_sensitive, quantized_linears
+from quantkit.calibrate.estimates import stops_inside
 from quantkit.calibrate.head import quantize_head
 from quantkit.calibrate.layer import LayerResult, calibrate_layer
 from quantkit.calibrate.layerwise import LayerwiseModel
@@ -60,6 +61,11 @@ def start(
     holds = all(model.ranks.share(setup.holds(model.ranks, num_tokens)))
     if spills:
         logger.info("hidden states do not fit in memory: they live in %s", folder)
+    if not holds and stops_inside(setup.skeleton, setup.plan.recipe):
+        logger.info(
+            "what is computed inside a layer does not fit in memory: batches begin anew for each "
+            "group of modules, which takes longer"
+        )
     return batches, model.start(batches, folder if spills else None, work.num_finished, holds)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,25 +66,21 @@ def change(modules: dict[str, nn.Linear]) -> None:
         module.weight.data = module.weight.data.clone().mul_(0.75).to(module.weight.dtype)
 
 
-def held(
+def passage_of(
+    holds: bool,
     model: LayerwiseModel,
     number: int,
     moving: Moving,
     groups: Groups,
     observer: KvObserver | None = None,
 ) -> Passage:
+    if not holds:
+        return RepeatedPassage(model, number, moving, observer)
     stops = [next(iter(group.values())) for group in groups]
     return HeldPassage(model, number, moving, stops, observer)
 
 
-def repeated(
-    model: LayerwiseModel,
-    number: int,
-    moving: Moving,
-    groups: Groups,
-    observer: KvObserver | None = None,
-) -> Passage:
-    return RepeatedPassage(model, number, moving, observer)
+held, repeated = partial(passage_of, True), partial(passage_of, False)
 
 
 @torch.no_grad()
@@ -197,7 +194,7 @@ class TestKvObserver:
 
 
 class TestErrors:
-    @pytest.mark.parametrize("make", [held, repeated])
+    @pytest.mark.parametrize("make", [held, repeated], ids=["held", "repeated"])
     def test_nothing_is_left_of_a_passage_that_fails(
         self, model_of: ModelOf, make: Callable[..., Passage]
     ) -> None:
